@@ -1,0 +1,99 @@
+"""The vocabulary of a GEMM: its role, its shape, and the recipes it can run in. No torch import.
+
+Every GEMM is written the way FP8 hardware wants it ("NT"): ``out[m, n] = A[m, k] @ B[n, k].T`` with the
+contraction ``k`` contiguous in both operands. For a linear layer ``y[M, N] = x[M, K] @ W[N, K].T``:
+
+    role          out          A            B            m, n, k
+    forward       y            x            W            M, N, K
+    grad_input    dx           dy           W.T          M, K, N
+    grad_weight   dW           dy.T         x.T          N, K, M
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(str, Enum):
+    """Which of a linear layer's three GEMMs this is."""
+
+    FORWARD = "forward"
+    GRAD_INPUT = "grad_input"
+    GRAD_WEIGHT = "grad_weight"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Scaling(str, Enum):
+    """How many elements of an operand share one fp32 scale. Blocks run along the contraction dimension."""
+
+    NONE = "none"
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+    BLOCK_1X128 = "1x128"
+    BLOCK_128X128 = "128x128"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one GEMM is computed in FP8: scaling and dtype of each operand, and how products are accumulated.
+
+    ``fast_accum`` leaves partial sums in the tensor core's reduced-precision accumulator; without it they are
+    promoted to fp32 every 128 products. The two are recipes of their own because their errors differ.
+    """
+
+    name: str
+    a: Scaling
+    b: Scaling
+    fast_accum: bool = False
+    a_dtype: str = "float8_e4m3fn"
+    b_dtype: str = "float8_e4m3fn"
+
+    @property
+    def is_high_precision(self) -> bool:
+        """True for the baseline, which quantises nothing."""
+        return self.a is Scaling.NONE
+
+
+NATIVE = Recipe("native", Scaling.NONE, Scaling.NONE)
+TENSORWISE = Recipe("tensorwise", Scaling.TENSORWISE, Scaling.TENSORWISE)
+TENSORWISE_FAST = Recipe("tensorwise_fast", Scaling.TENSORWISE, Scaling.TENSORWISE, fast_accum=True)
+ROWWISE = Recipe("rowwise", Scaling.ROWWISE, Scaling.ROWWISE)
+ROWWISE_FAST = Recipe("rowwise_fast", Scaling.ROWWISE, Scaling.ROWWISE, fast_accum=True)
+#: Activations or gradients in 1x128 blocks against a weight in 128x128 blocks (forward, grad_input).
+BLOCKWISE = Recipe("blockwise", Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
+#: Both operands in 1x128 blocks along the batch (grad_weight).
+BLOCKWISE_1X128 = Recipe("blockwise_1x128", Scaling.BLOCK_1X128, Scaling.BLOCK_1X128)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM of a model: ``out[m, n] = A[m, k] @ B[n, k].T``.
+
+    ``m``, ``n``, ``k`` are plain numbers; a dynamic batch enters as its hint, and ``dynamic`` names the letters that
+    vary from call to call. ``a_bound`` and ``b_bound`` are proven upper bounds of the operands' absolute values
+    (16 after BlockNorm over blocks of 256): such an operand is quantised with a fixed scale, without an amax.
+    """
+
+    site: str
+    role: Role
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    dynamic: str = ""
+    a_bound: float | None = None
+    b_bound: float | None = None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiply-add counted as two."""
+        return 2 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        return f"{self.site} {self.role} {self.m}x{self.n}x{self.k} {self.dtype}"
