@@ -1,0 +1,1 @@
+"""Programs that show loka_compile at work; nothing in the package depends on them."""
