@@ -1,0 +1,179 @@
+"""What a kernel library must offer, and what all of them share: quantisation, empty products, common refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from loka_compile.errors import UnknownNameError
+from loka_compile.gemm import Gemm, Recipe, Role, Scaling
+from loka_compile.lowering.quantize import Quantized, quantize
+
+__all__ = ["ALL_ROLES", "BLOCKWISE_128X128", "Provider", "Quantized", "default_device", "gpu_reason", "multiple_of"]
+
+ALL_ROLES = frozenset(Role)
+
+#: Both operands in 128x128 blocks: one quantisation of a tensor serves all of its GEMMs by byte transposes.
+BLOCKWISE_128X128 = Recipe("blockwise_128x128", Scaling.BLOCK_128X128, Scaling.BLOCK_128X128)
+
+#: Kernel libraries index with 32-bit integers.
+_MAX_ELEMENTS = 2**31
+
+
+class Provider:
+    """One kernel library. Subclasses state facts; whether a kernel is used is decided by the plan alone.
+
+    Everything that :meth:`gemm` does is functional and traceable: ``make_fx`` over fake tensors (a symbolic batch
+    too) gives aten ops and ``loka::`` custom ops, which the lowering pass puts into the joint graph.
+    """
+
+    #: How the plan and the options name this library.
+    name: ClassVar[str]
+    #: The recipes it has, by name.
+    recipes: ClassVar[Mapping[str, Recipe]]
+    #: The roles it can compute; a recipe may be narrower (:meth:`refuses_shape` says so).
+    roles: ClassVar[frozenset[Role]] = ALL_ROLES
+    #: dtypes of the GEMM's operands and result, as ``str(dtype)`` without "torch.".
+    dtypes: ClassVar[frozenset[str]] = frozenset({"bfloat16", "float16", "float32"})
+    #: Distributions whose versions identify the kernels (for cache keys and table headers).
+    distributions: ClassVar[tuple[str, ...]] = ("torch",)
+
+    def recipe(self, name: str) -> Recipe:
+        """The recipe of that name.
+
+        Raises:
+            UnknownNameError: this provider has no such recipe; the text lists those it has.
+        """
+        if name not in self.recipes:
+            raise UnknownNameError(f"recipe of provider {self.name!r}", name, self.recipes)
+        return self.recipes[name]
+
+    def version(self) -> str:
+        """The installed distributions that the kernels come from, e.g. ``"mslk-cuda 1.1.0"``; "" if there is none."""
+        found = []
+        for distribution in self.distributions:
+            try:
+                found.append(f"{distribution} {metadata.version(distribution)}")
+            except metadata.PackageNotFoundError:
+                continue
+        return ", ".join(found)
+
+    def supported(self, recipe: Recipe | None = None, device: str | None = None) -> str | None:
+        """Why this machine cannot run the provider (or one recipe of it), or None. Platform and library only.
+
+        Args:
+            recipe: ask about this recipe; None asks whether the provider can be used at all.
+            device: "cuda" or "cpu", where the operands are; None is CUDA where there is one.
+        """
+        return None
+
+    def refuses(self, gemm: Gemm, recipe: Recipe, device: str | None = None) -> str | None:
+        """Why this GEMM cannot run in ``recipe`` on this machine, or None. Never raises."""
+        return self.refuses_shape(gemm, recipe) or self.supported(recipe, device)
+
+    def refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
+        """The part of :meth:`refuses` that knows no machine: role, dtype, sizes. For planning for another device."""
+        if self.recipes.get(recipe.name) != recipe:
+            return f"{self.name} has no recipe {recipe.name!r} (it has: {', '.join(self.recipes)})"
+        if gemm.role not in self.roles:
+            return f"{self.name} does not compute {gemm.role}"
+        if gemm.dtype not in self.dtypes:
+            return f"{self.name}:{recipe.name} computes {', '.join(sorted(self.dtypes))}, not {gemm.dtype}"
+        for what, rows, columns in (("A", gemm.m, gemm.k), ("B", gemm.n, gemm.k), ("the output", gemm.m, gemm.n)):
+            if rows * columns >= _MAX_ELEMENTS:
+                return f"{what} has {rows} x {columns} elements; kernels index with 32 bits (fewer than 2**31)"
+        return self._refuses_shape(gemm, recipe)
+
+    def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
+        """The library's own limits."""
+        return None
+
+    def quantize(
+        self, x: Tensor, scaling: Scaling, dtype: torch.dtype, transpose: bool, bound: float | None
+    ) -> Quantized:
+        """One operand; see :func:`loka_compile.lowering.quantize.quantize`."""
+        return quantize(x, scaling, transpose=transpose, dtype=dtype, bound=bound)
+
+    def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        """``A @ B.T`` of quantised operands A [m, k] and B [n, k]: a fresh contiguous [m, n] of ``out_dtype``.
+
+        None of m, n, k is 0, and :meth:`refuses` has been asked.
+        """
+        raise NotImplementedError
+
+    def gemm(
+        self,
+        a_base: Tensor,
+        a_transposed: bool,
+        b_base: Tensor,
+        b_transposed: bool,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        a_bound: float | None = None,
+        b_bound: float | None = None,
+    ) -> Tensor:
+        """Quantise both operands and multiply: ``A @ B.T`` with A = ``a_base`` (or its transpose), B likewise.
+
+        Args:
+            a_base: the operand as it is stored, 2-D, any strides; ``a_transposed`` says that A is ``a_base.T``.
+            b_base: likewise for B [n, k]. A forward GEMM is (x, False, W, False), grad_input (dy, False, W, True),
+                grad_weight (dy, True, x, True).
+            recipe: one of this provider's, which :meth:`refuses` accepted.
+            out_dtype: dtype of the result.
+            a_bound: proven bound of ``|A|``, or None; ``b_bound`` likewise.
+
+        Returns:
+            [m, n], contiguous. An empty m, n or k is answered without a kernel where it is known when tracing; torch
+            specialises on the sizes 0 and 1, so that a symbolic size is neither.
+        """
+        m, k = reversed(a_base.shape) if a_transposed else a_base.shape
+        n = b_base.shape[1] if b_transposed else b_base.shape[0]
+        if any(statically_known_true(size == 0) for size in (m, n, k)):
+            return a_base.new_zeros((m, n), dtype=out_dtype)
+        a = self.quantize(a_base, recipe.a, getattr(torch, recipe.a_dtype), a_transposed, a_bound)
+        b = self.quantize(b_base, recipe.b, getattr(torch, recipe.b_dtype), b_transposed, b_bound)
+        return self.compute(a, b, recipe, out_dtype)
+
+
+def default_device() -> str:
+    """Where kernels run when nobody says: "cuda" if there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpu_reason(lowest: tuple[int, int], below: tuple[int, int] | None = None, device: str | None = None) -> str | None:
+    """Why the GPU here is not an NVIDIA one with ``lowest <= compute capability < below``, or None if it is."""
+    span = f"compute capability {lowest[0]}.{lowest[1]}" + (" or newer" if below is None else "")
+    if (device or default_device()) != "cuda":
+        return f"needs an NVIDIA GPU of {span}; the operands are on the CPU"
+    if torch.version.hip:
+        return "needs an NVIDIA GPU; ROCm's FP8 format (e4m3fnuz) is not supported"
+    if not torch.cuda.is_available():
+        return f"needs an NVIDIA GPU of {span}; torch sees none"
+    here = torch.cuda.get_device_capability()
+    if here < lowest or (below is not None and here >= below):
+        return f"needs an NVIDIA GPU of {span}; this one has {here[0]}.{here[1]}"
+    return None
+
+
+def multiple_of(gemm: Gemm, divisors: Mapping[str, int], why: str) -> str | None:
+    """Refuse a GEMM whose sizes are not multiples: ``{"k": 16, "n": 16}``; ``why`` names who wants that.
+
+    A size that varies from call to call (``Gemm.dynamic``) is refused whatever its present value: the next batch may
+    be ragged.
+    """
+    for letter, divisor in divisors.items():
+        size = getattr(gemm, letter)
+        if letter in gemm.dynamic:
+            what = "the batch, " if gemm.role is Role.GRAD_WEIGHT and letter == "k" else ""
+            return (
+                f"{why} needs {letter} to be a multiple of {divisor}, but {letter} is {what}dynamic "
+                f"(now {size}): it is not provably a multiple"
+            )
+        if size % divisor:
+            return f"{why} needs {letter} to be a multiple of {divisor}; it is {size}"
+    return None
