@@ -1,0 +1,152 @@
+"""Casts to FP8 that write a tensor and its transpose in one launch, and all weights of a model in two launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka_compile.kernels import device as dev
+
+#: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
+AMAX_FLOOR = 1e-12
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+@triton.jit
+def _amax_of(PARTS, count, FLOOR: tl.constexpr, CHUNK: tl.constexpr):
+    best = tl.zeros((CHUNK,), dtype=tl.float32)
+    for start in range(0, count, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        best = tl.maximum(best, tl.load(PARTS + at, mask=at < count, other=0.0), propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(tl.max(best, axis=0), FLOOR)
+
+
+@triton.jit
+def _cast_tile(
+    X, Q, QT, inverse, pid_m, pid_n, M, N, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    x = tl.load(X + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+    q = dev.to_fp8(x, inverse, Q.dtype.element_ty, LIMIT)
+    if WRITE_Q:
+        tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=mask)
+    if WRITE_QT:
+        # As bytes: Triton 3.6 miscompiles some transposed FP8 stores (triton-lang/triton #11111).
+        t = tl.trans(q.to(tl.uint8, bitcast=True))
+        ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True)
+        tl.store(ptr + rn.to(tl.int64)[:, None] * M + rm[None, :], t, mask=(rn[:, None] < N) & (rm[None, :] < M))
+
+
+@triton.jit
+def _cast_transpose_kernel(
+    X, PARTS, Q, QT, SCALE, M, N, count, LIMIT: tl.constexpr, FLOOR: tl.constexpr, CHUNK: tl.constexpr,
+    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    grid_n = tl.cdiv(N, BLOCK_N)
+    amax = _amax_of(PARTS, count, FLOOR, CHUNK)
+    if pid == 0:
+        tl.store(SCALE, amax / LIMIT)
+    _cast_tile(X, Q, QT, LIMIT / amax, pid // grid_n, pid % grid_n, M, N, LIMIT, WRITE_Q, WRITE_QT, BLOCK_M, BLOCK_N)
+
+
+@torch.no_grad()
+def cast_transpose(
+    x: Tensor, parts: Tensor, dtype: torch.dtype, *, with_q: bool = True, with_qt: bool = True,
+    block_m: int = 64, block_n: int = 128, warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(q, qt, scale)``: x [M, N] in FP8 [M, N], the same transposed [N, M], and the scale that multiplies it back.
+
+    ``parts`` (fp32, any length) holds maxima of |x| that together cover x. Outputs not asked for are empty.
+    """
+    m, n = x.shape
+    q = torch.empty((m, n) if with_q else (0,), dtype=dtype, device=x.device)
+    qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=x.device)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    count = parts.numel()
+    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
+    _cast_transpose_kernel[grid](
+        x, parts, q, qt, scale, m, n, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
+        CHUNK=min(1024, triton.next_power_of_2(max(count, 1))), WRITE_Q=with_q, WRITE_QT=with_qt,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return q, qt, scale
+
+
+@triton.jit
+def _amax_weights_kernel(
+    XS, PARTS, starts, ms, ns, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    pid = tl.program_id(0)
+    for i in tl.static_range(COUNT):
+        if (pid >= starts[i]) & (pid < starts[i + 1]):
+            local = pid - starts[i]
+            M = ms[i]
+            N = ns[i]
+            grid_n = tl.cdiv(N, BLOCK_N)
+            rm = (local // grid_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+            rn = (local % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = (rm[:, None] < M) & (rn[None, :] < N)
+            x = tl.load(XS[i] + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(PARTS + pid, tl.max(tl.max(tl.abs(x), axis=1), axis=0))
+
+
+@triton.jit
+def _cast_weights_kernel(
+    XS, QS, QTS, PARTS, SCALES, starts, ms, ns, COUNT: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+    CHUNK: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    for i in tl.static_range(COUNT):
+        if (pid >= starts[i]) & (pid < starts[i + 1]):
+            local = pid - starts[i]
+            grid_n = tl.cdiv(ns[i], BLOCK_N)
+            amax = _amax_of(PARTS + starts[i], starts[i + 1] - starts[i], FLOOR, CHUNK)
+            if local == 0:
+                tl.store(SCALES + i, amax / LIMIT)
+            _cast_tile(
+                XS[i], QS[i], QTS[i], LIMIT / amax, local // grid_n, local % grid_n, ms[i], ns[i], LIMIT, True,
+                WRITE_QT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+
+#: Weights per launch: each adds a branch to the kernel's code.
+GROUP = 8
+
+
+@torch.no_grad()
+def quantize_weights(
+    weights: list[Tensor], dtype: torch.dtype, *, with_qt: bool, block_m: int = 64, block_n: int = 128, warps: int = 4
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Every weight [N, K] tensorwise in FP8, the transposes [K, N] (empty unless with_qt), and the scales (shape []).
+
+    Two launches for each group of eight weights: maxima of tiles, then the cast.
+    """
+    qs, qts, scales = [], [], []
+    for first in range(0, len(weights), GROUP):
+        group = [w if w.is_contiguous() else w.contiguous() for w in weights[first : first + GROUP]]
+        device = group[0].device
+        starts = [0]
+        for w in group:
+            starts.append(starts[-1] + triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n))
+        q = [torch.empty_like(w, dtype=dtype) for w in group]
+        qt = [torch.empty((w.shape[1], w.shape[0]) if with_qt else (0,), dtype=dtype, device=device) for w in group]
+        parts = torch.empty((starts[-1],), dtype=torch.float32, device=device)
+        scale = torch.empty((len(group),), dtype=torch.float32, device=device)
+        ms, ns = tuple(w.shape[0] for w in group), tuple(w.shape[1] for w in group)
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+        grid = (starts[-1],)
+        _amax_weights_kernel[grid](tuple(group), parts, tuple(starts), ms, ns, COUNT=len(group), **blocks)
+        _cast_weights_kernel[grid](
+            tuple(group), tuple(q), tuple(qt), parts, scale, tuple(starts), ms, ns, COUNT=len(group),
+            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, WRITE_QT=with_qt, **blocks,
+        )  # fmt: skip
+        qs += q
+        qts += qt
+        scales += list(scale.unbind())
+    return qs, qts, scales

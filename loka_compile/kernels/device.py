@@ -1,0 +1,93 @@
+"""Device functions that several kernels share: tile order, the GEMM main loop, BlockNorm, HardSwish and its derivative."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Row and column tile of a program. GROUP_M row tiles share a column tile before the next column: L2 keeps B."""
+    grid_m = tl.cdiv(M, BLOCK_M)
+    grid_n = tl.cdiv(N, BLOCK_N)
+    width = GROUP_M * grid_n
+    group = pid // width
+    size = min(grid_m - group * GROUP_M, GROUP_M)
+    return group * GROUP_M + (pid % width) % size, (pid % width) // size
+
+
+@triton.jit
+def accumulate(
+    A, B, pid_m, pid_n, first, last, M, N, K, stride_a, stride_b,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """fp32 tile of ``A[M, K] @ B[N, K].T`` over the K-blocks first to last - 1; both operands hold K contiguously.
+
+    With TMA, A and B are tensor descriptors (which read zeros out of bounds), else pointers. Rows and columns past the
+    end repeat valid ones; the caller masks what it stores.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if TMA:
+        for k in range(first, last):
+            a = A.load([pid_m * BLOCK_M, k * BLOCK_K])
+            b = B.load([pid_n * BLOCK_N, k * BLOCK_K])
+            if FAST:
+                acc = tl.dot(a, b.T, acc)
+            else:
+                acc += tl.dot(a, b.T)
+    else:
+        rm = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
+        rn = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
+        rk = first * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_ptr = A + rm.to(tl.int64)[:, None] * stride_a + rk[None, :]
+        b_ptr = B + rn.to(tl.int64)[None, :] * stride_b + rk[:, None]
+        for k in range(first, last):
+            if EVEN_K:
+                a = tl.load(a_ptr)
+                b = tl.load(b_ptr)
+            else:
+                left = K - (k - first) * BLOCK_K
+                a = tl.load(a_ptr, mask=rk[None, :] < left, other=0.0)
+                b = tl.load(b_ptr, mask=rk[:, None] < left, other=0.0)
+            if FAST:
+                acc = tl.dot(a, b, acc)
+            else:
+                acc += tl.dot(a, b)
+            a_ptr += BLOCK_K
+            b_ptr += BLOCK_K
+    return acc
+
+
+@triton.jit
+def block_mean(x, n0, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
+    """Mean of each block of NORM columns, [BLOCK_M, BLOCK_N // NORM]; the last block may be short. x is 0 past N."""
+    width = tl.minimum(NORM, tl.maximum(N - n0 - tl.arange(0, BLOCK_N // NORM) * NORM, 1)).to(tl.float32)
+    total = tl.sum(tl.reshape(x, (BLOCK_M, BLOCK_N // NORM, NORM)), axis=2)
+    return total / width[None, :]
+
+
+@triton.jit
+def over_block(x, s, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
+    """x [BLOCK_M, BLOCK_N] times one factor per row and block, s [BLOCK_M, BLOCK_N // NORM]."""
+    parts = tl.reshape(x, (BLOCK_M, BLOCK_N // NORM, NORM)) * s[:, :, None]
+    return tl.reshape(parts, (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def hardswish(x):
+    """``x * relu6(x + 3) / 6`` in fp32."""
+    return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+
+
+@triton.jit
+def hardswish_derivative(x):
+    """Derivative as aten.hardswish_backward has it: 0 at and below -3, 1 at and above 3."""
+    return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x * (1.0 / 3.0) + 0.5, 1.0))
+
+
+@triton.jit
+def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr):
+    """x * scale, saturated at the format's largest number, as FP8. NaN stays NaN."""
+    return tl.clamp(x * scale, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(TYPE)

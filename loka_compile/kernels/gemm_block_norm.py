@@ -1,0 +1,141 @@
+"""GEMM with BlockNorm (and optionally HardSwish and FP8 output) in its epilogue: one launch, nothing kept in bf16.
+
+The Inductor template in ``lowering/fused`` has the same body; this kernel is what the op runs in eager mode and what
+configurations are measured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loka_compile.kernels import device as dev
+
+TYPES = {torch.float8_e4m3fn: (tl.float8e4nv, 448.0), torch.float8_e5m2: (tl.float8e5, 57344.0)}
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile, pipeline depth and loading method of one GEMM kernel."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 128
+    warps: int = 8
+    stages: int = 3
+    group_m: int = 8
+    tma: bool = False
+    persistent: bool = False
+    tma_epilogue: bool = False
+
+
+@triton.jit
+def _tile(
+    tile, A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
+    WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = dev.accumulate(
+        A, B, pid_m, pid_n, 0, tl.cdiv(K, BLOCK_K), M, N, K, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        TMA, FAST,
+    )  # fmt: skip
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SCALING == 1:
+        acc = acc * (tl.load(SA) * tl.load(SB))
+    elif SCALING == 2:
+        sa = tl.load(SA + rm, mask=rm < M, other=0.0)
+        sb = tl.load(SB + rn, mask=rn < N, other=0.0)
+        acc = acc * sa[:, None] * sb[None, :]
+    if not EVEN_N:
+        acc = tl.where(rn[None, :] < N, acc, 0.0)
+    rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM) + EPS)
+    y = dev.over_block(acc, rstd, BLOCK_M, BLOCK_N, NORM)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    if WRITE_RSTD:
+        rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
+        blocks = tl.cdiv(N, NORM)
+        tl.store(RSTD + rm[:, None] * blocks + rb[None, :], rstd, mask=(rm[:, None] < M) & (rb[None, :] < blocks))
+    if WRITE_Y:
+        tl.store(Y + offset, y.to(Y.dtype.element_ty), mask=mask)
+    if WRITE_Q:
+        q = dev.to_fp8(dev.hardswish(y), Q_SCALE, Q.dtype.element_ty, 448.0)
+        tl.store(Q + offset, q, mask=mask)
+
+
+@triton.jit
+def _kernel(
+    A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
+    WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    if PERSISTENT:
+        tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+            _tile(
+                tile, A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0), A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+            GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+        )  # fmt: skip
+
+
+def norm_tile(n: int, block: int) -> int:
+    """Columns that one reduction of the kernels covers: the block, or the whole row (rounded up) when N is narrower."""
+    return min(block, triton.next_power_of_2(n))
+
+
+def can_use_tma(*operands: Tensor) -> bool:
+    """Descriptors need rows that start on 16 bytes."""
+    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in operands)
+
+
+def launch(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, y: Tensor | None, rstd: Tensor | None,
+    q: Tensor | None, *, block: int, eps: float, fast: bool, config: GemmConfig, q_scale: float = 16.0,
+) -> None:  # fmt: skip
+    """Write ``y = BlockNorm(a @ b.T)`` and/or ``q = fp8(HardSwish(y) * q_scale)``, and rstd where given.
+
+    a [M, K], b [N, K], both with contiguous rows; scales fp32: both scalar, or [M, 1] and [1, N] (or [N, 1]).
+    """
+    (m, k), n = a.shape, b.shape[0]
+    norm = norm_tile(n, block)
+    block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
+    tma = config.tma and can_use_tma(a, b)
+    # [1, 1] against [1, N] is rowwise with one row; both scalar is tensorwise, which one row and column equal anyway.
+    scaling = 0 if scale_a is None or scale_b is None else (1 if scale_a.numel() == scale_b.numel() == 1 else 2)
+    args: list[Any] = [a, b]
+    if tma:
+        args = [
+            TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
+            TensorDescriptor.from_tensor(b, [block_n, config.block_k]),
+        ]
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
+    grid = tiles
+    if config.persistent:
+        grid = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    any_ptr = next(t for t in (y, q) if t is not None)
+    _kernel[(grid,)](
+        *args, any_ptr if scale_a is None else scale_a, any_ptr if scale_b is None else scale_b,
+        any_ptr if y is None else y, any_ptr if rstd is None else rstd, any_ptr if q is None else q,
+        m, n, k, a.stride(0), b.stride(0), eps,
+        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, NORM=norm,
+        EVEN_N=n % block_n == 0, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, SCALING=scaling,
+        WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, WRITE_Q=q is not None, Q_SCALE=q_scale,
+        PERSISTENT=config.persistent, FLATTEN=config.persistent and tma,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
