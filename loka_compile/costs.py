@@ -1,0 +1,336 @@
+"""What a GEMM costs on a GPU that is not here: the cost tables shipped in ``data/<target>.csv``. No torch import.
+
+Each line of a file is one measured candidate at one shape; cost_surface.py turns a candidate's lines into latency over
+all shapes. What was not measured is derived by these rules, and all of it is an estimate:
+
+* The GEMM of another role is the same kernel at its own m, n, k (all roles are "NT", gemm.py), unless the file has
+  lines of that role.
+* An operand's quantisation follows its stored rows and columns and its bytes: fp32 input is read at twice the bytes,
+  tensorwise reads the input twice (amax, then cast). 128x128 blocks cost what 1x128 blocks do.
+* A transposed operand (the weight in grad_input, both operands in grad_weight) costs one more read and write of its FP8
+  bytes at the rate of the same quantiser.
+* An operand with a proven bound costs nothing under tensorwise scaling: the scale is fixed and the cast is fused into
+  the producer. Under the other scalings an amax remains, and so does the cost. Its transposed copy is still paid for.
+* Every GEMM pays for both its operands; what neighbouring GEMMs could share is not credited.
+* The baseline of an fp32 site is TF32: half the bf16 rate of flops, twice the bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.resources
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loka_compile import gemm as vocabulary
+from loka_compile.cost_surface import Shape, Surface
+from loka_compile.errors import CorruptFileError, UnknownNameError
+from loka_compile.gemm import Gemm, Recipe, Role, Scaling
+from loka_compile.table import BASELINE
+
+#: The recipes that gemm.py defines, by name.
+RECIPES: Mapping[str, Recipe] = {r.name: r for r in vars(vocabulary).values() if isinstance(r, Recipe)}
+#: Columns that every line must have; others (spreads, clocks) are allowed and ignored.
+COLUMNS = (
+    "m", "n", "k", "role", "dtype", "provider", "recipe", "quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us"
+)  # fmt: skip
+
+K = TypeVar("K")
+#: Provider, recipe, role, dtype.
+GemmKey = tuple[str, str, str, str]
+#: Scaling, whether the operand is the transpose of what is stored, dtype.
+QuantizeKey = tuple[Scaling, bool, str]
+
+_SUFFIX = ".csv"
+#: bf16 and fp16 run at the same rate and move the same bytes.
+_ALIKE = {"float16": "bfloat16"}
+_MEGA = 1e-6
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Microseconds of one GEMM of one candidate. ``measured`` says that this very GEMM shape is in the table."""
+
+    quantize_a_us: float
+    quantize_b_us: float
+    gemm_us: float
+    measured: bool = False
+
+    @property
+    def quantize_us(self) -> float:
+        """Quantisation of both operands."""
+        return self.quantize_a_us + self.quantize_b_us
+
+    @property
+    def total_us(self) -> float:
+        """Quantisation and GEMM."""
+        return self.quantize_us + self.gemm_us
+
+
+class CostTable:
+    """Latencies of every measured candidate on one target.
+
+    Raises:
+        CorruptFileError: a line lacks a column, or holds no number where one belongs; the text names the line.
+    """
+
+    def __init__(self, target: str, lines: Iterable[tuple[int, Mapping[str, str]]], meta: Mapping[str, str]) -> None:
+        """Sort the lines by what they measure and fit a surface to each."""
+        self.target = target
+        #: The ``# key: value`` lines of the file: GPU, versions, method.
+        self.meta = dict(meta)
+        points = _Points()
+        for number, line in lines:
+            points.add(line, f"cost table {target!r}, line {number}")
+        bandwidth = re.match(r"[\d.]+", self.meta.get("bandwidth_gb_s", ""))
+        # Microseconds per megabyte at the bandwidth of the data sheet: a byte cannot cost less.
+        self._per_megabyte = 1e3 / float(bandwidth.group()) if bandwidth else 0.0
+        self._gemms = {key: self._gemm_surface(key, mean) for key, mean in points.means(points.gemm).items()}
+        self._quantizers = {
+            key: self._quantize_surface(key, mean) for key, mean in points.means(points.quantize).items()
+        }
+
+    def _gemm_surface(self, key: GemmKey, points: dict[Shape, float]) -> Surface:
+        width = _width(key[3]) if key[:2] == BASELINE else 1
+
+        def features(shape: Shape) -> tuple[float, float, float, float]:
+            """Launch; the serial walk of one tile along k; megaflops; megabytes of inputs and output."""
+            m, n, k = shape
+            return 1.0, float(k), 2 * m * n * k * _MEGA, _moved(shape, width)
+
+        return Surface(points, features, lambda shape: self._per_megabyte * _moved(shape, width))
+
+    def _quantize_surface(self, key: QuantizeKey, points: dict[Shape, float]) -> Surface:
+        per_million = self._per_megabyte * _quantize_bytes(key[0], key[2])
+
+        def features(shape: Shape) -> tuple[float, float]:
+            """Launch; millions of elements."""
+            return 1.0, shape[0] * shape[1] * _MEGA
+
+        return Surface(points, features, lambda shape: per_million * shape[0] * shape[1] * _MEGA)
+
+    @classmethod
+    def targets(cls) -> tuple[str, ...]:
+        """Names of the shipped cost tables."""
+        folder = importlib.resources.files("loka_compile") / "data"
+        return tuple(sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX)))
+
+    @classmethod
+    def load(cls, target: str) -> CostTable:
+        """The shipped cost table of ``target``; the same object on every call.
+
+        Raises:
+            UnknownNameError: there is none of that name; the text lists those there are.
+        """
+        if target not in cls.targets():
+            raise UnknownNameError("target", target, cls.targets())
+        return _load_shipped(target)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], target: str | None = None) -> CostTable:
+        """A cost table of one's own; ``target`` defaults to the name of the file.
+
+        Raises:
+            CorruptFileError: see the class. OSError: the file cannot be opened.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        return cls._parse(text, target or Path(path).stem)
+
+    @classmethod
+    def _parse(cls, text: str, target: str) -> CostTable:
+        numbered = list(enumerate(text.splitlines(), start=1))
+        meta = {}
+        for _, line in numbered:
+            match = re.match(r"#\s*([a-z_]+):\s*(.*)", line)
+            if match:
+                meta[match.group(1)] = match.group(2)
+        body = [(number, line) for number, line in numbered if line.strip() and not line.startswith("#")]
+        reader = csv.DictReader([line for _, line in body])
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise CorruptFileError(f"cost table {target!r} lacks the columns {missing}")
+        return cls(target, zip((number for number, _ in body[1:]), reader, strict=False), meta)
+
+    def candidates(self) -> tuple[tuple[str, str], ...]:
+        """The measured (provider, recipe) pairs, the baseline left out."""
+        return tuple(sorted({key[:2] for key in self._gemms if key[:2] != BASELINE}))
+
+    def latency(self, gemm: Gemm, provider: str, recipe: str | Recipe) -> Latency | None:
+        """Cost of ``gemm`` under a candidate, or None if that candidate was never measured.
+
+        Args:
+            recipe: a name out of gemm.py, or a Recipe of the caller's own (its scalings decide what quantising costs).
+        """
+        name = recipe if isinstance(recipe, str) else recipe.name
+        if (provider, name) == BASELINE:
+            return Latency(0.0, 0.0, self.baseline(gemm))
+        scheme = recipe if isinstance(recipe, Recipe) else RECIPES.get(recipe)
+        if scheme is None:
+            return None
+        time, measured = self._gemm_us(provider, name, gemm)
+        if time is None:
+            return None
+        a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, gemm.role is Role.GRAD_WEIGHT, gemm.a_bound)
+        b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, gemm.role is not Role.FORWARD, gemm.b_bound)
+        return None if a is None or b is None else Latency(a, b, time, measured)
+
+    def baseline(self, gemm: Gemm) -> float:
+        """Microseconds of ``gemm`` in high precision: bf16/fp16, or TF32 for float32; NaN if none was measured."""
+        time, _ = self._gemm_us(*BASELINE, gemm)
+        return math.nan if time is None else time
+
+    def _gemm_us(self, provider: str, recipe: str, gemm: Gemm) -> tuple[float | None, bool]:
+        dtype = _ALIKE.get(gemm.dtype, gemm.dtype)
+        shape = (gemm.m, gemm.n, gemm.k)
+        for role in dict.fromkeys((gemm.role.value, Role.FORWARD.value)):
+            for stored in dict.fromkeys((dtype, "bfloat16")):
+                surface = self._gemms.get((provider, recipe, role, stored))
+                if surface is None:
+                    continue
+                time = surface(shape)
+                if time is None:
+                    continue
+                if stored == dtype:
+                    return time, shape in surface.points
+                return time + self._wider(surface, shape, (provider, recipe) == BASELINE), False
+        return None, False
+
+    def _wider(self, surface: Surface, shape: Shape, baseline: bool) -> float:
+        """What fp32 adds to a latency measured at 16 bits; non-negative and non-decreasing in every dimension.
+
+        The baseline's flops and bytes double, its launch does not. An FP8 GEMM only writes a wider output.
+        """
+        if not baseline:
+            return self._per_megabyte * 2 * max(1, shape[0]) * max(1, shape[1]) * _MEGA
+        model = surface.model(shape)
+        if model is None or surface.coefficients is None:
+            return 0.0
+        return model - float(surface.coefficients[0])
+
+    def _quantize_us(
+        self, scaling: Scaling, rows: int, contraction: int, gemm: Gemm, transposed: bool, bound: float | None
+    ) -> float | None:
+        """Microseconds of one operand ``[rows, contraction]``, or None if its quantiser was never measured."""
+        if scaling is Scaling.NONE:
+            return 0.0
+        if scaling is Scaling.BLOCK_128X128 and not any(key[0] is scaling for key in self._quantizers):
+            scaling = Scaling.BLOCK_1X128
+        dtype = _ALIKE.get(gemm.dtype, gemm.dtype)
+        shape = (contraction, rows) if transposed else (rows, contraction)
+        free = bound is not None and scaling is Scaling.TENSORWISE
+        for stored in dict.fromkeys((dtype, "bfloat16")):
+            for turned in dict.fromkeys((transposed, False)):
+                surface = self._quantizers.get((scaling, turned, stored))
+                time = None if surface is None else surface(shape)
+                if surface is None or time is None:
+                    continue
+                launch, per_million = (0.0, 0.0) if surface.coefficients is None else surface.coefficients.tolist()
+                read_write = _quantize_bytes(scaling, stored)
+                megabyte = max(per_million / read_write, self._per_megabyte)
+                elements = max(1, rows) * max(1, contraction) * _MEGA
+                if free:
+                    return launch + megabyte * 2 * elements if transposed else 0.0
+                time += megabyte * (_quantize_bytes(scaling, dtype) - read_write) * elements
+                if transposed and not turned:
+                    time += megabyte * 2 * elements
+                return time
+        return None
+
+
+def target_of_device_name(name: str) -> str | None:
+    """The shipped target that a device name stands for: ``"NVIDIA H200"`` -> ``"h200"``; None if there is none.
+
+    A MIG slice is not the GPU that was measured and has no target.
+    """
+    if re.search(r"\bMIG\b", name, re.IGNORECASE):
+        return None
+    for target in CostTable.targets():
+        if re.search(rf"\b{re.escape(target)}\b", name, re.IGNORECASE):
+            return target
+    return None
+
+
+def _moved(shape: Shape, width: int) -> float:
+    """Megabytes of both inputs at ``width`` bytes per element, and of the output (16 bits, or wider as the inputs)."""
+    m, n, k = shape
+    return (width * (m * k + n * k) + max(2, width) * m * n) * _MEGA
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _quantize_bytes(scaling: Scaling, dtype: str) -> int:
+    """Bytes that a quantiser moves per element: what it reads (tensorwise: twice), and one byte written."""
+    return (2 if scaling is Scaling.TENSORWISE else 1) * _width(dtype) + 1
+
+
+def _whole(value: str | None, where: str) -> int:
+    if value is None or not value.strip().isdigit():
+        raise CorruptFileError(f"{where} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _microseconds(value: str | None, where: str) -> float | None:
+    if value is None or not value.strip():
+        return None
+    try:
+        time = float(value)
+    except ValueError:
+        time = math.nan
+    if not (math.isfinite(time) and time > 0):
+        raise CorruptFileError(f"{where} must be a time above 0 or empty, not {value!r}")
+    return time
+
+
+class _Points:
+    """The lines of a file sorted into what they measure; different times of one thing are averaged."""
+
+    def __init__(self) -> None:
+        self.gemm: dict[GemmKey, dict[Shape, list[float]]] = {}
+        self.quantize: dict[QuantizeKey, dict[Shape, list[float]]] = {}
+
+    def add(self, line: Mapping[str, str], where: str) -> None:
+        m, n, k = (_whole(line[name], f"{where}, column {name!r}") for name in "mnk")
+        role, dtype = line["role"], line["dtype"]
+        if role not in [r.value for r in Role]:
+            raise CorruptFileError(f"{where}: unknown role {role!r}")
+        recipe = RECIPES.get(line["recipe"])
+        if recipe is None:
+            raise CorruptFileError(f"{where}: unknown recipe {line['recipe']!r}; known are {sorted(RECIPES)}")
+        time = {
+            name: _microseconds(line[name], f"{where}, column {name!r}")
+            for name in ("quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us")
+        }
+        if time["gemm_us"] is not None:
+            self._put(self.gemm, (line["provider"], recipe.name, role, dtype), (m, n, k), time["gemm_us"])
+        if time["baseline_us"] is not None:
+            self._put(self.gemm, (*BASELINE, role, dtype), (m, n, k), time["baseline_us"])
+        turned_a, turned_b = role == Role.GRAD_WEIGHT.value, role != Role.FORWARD.value
+        if time["quantize_a_us"] is not None:
+            self._put(self.quantize, (recipe.a, turned_a, dtype), (k, m) if turned_a else (m, k), time["quantize_a_us"])
+        if time["quantize_b_us"] is not None:
+            self._put(self.quantize, (recipe.b, turned_b, dtype), (k, n) if turned_b else (n, k), time["quantize_b_us"])
+
+    @staticmethod
+    def _put(into: dict[Any, dict[Shape, list[float]]], key: Any, shape: Shape, time: float) -> None:
+        into.setdefault(key, {}).setdefault(shape, []).append(time)
+
+    @staticmethod
+    def means(of: dict[K, dict[Shape, list[float]]]) -> dict[K, dict[Shape, float]]:
+        return {
+            key: {shape: math.fsum(sorted(set(times))) / len(set(times)) for shape, times in points.items()}
+            for key, points in of.items()
+        }
+
+
+@functools.cache
+def _load_shipped(target: str) -> CostTable:
+    file = importlib.resources.files("loka_compile") / "data" / f"{target}{_SUFFIX}"
+    return CostTable._parse(file.read_text(encoding="utf-8"), target)

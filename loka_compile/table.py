@@ -1,0 +1,349 @@
+"""The table: what was measured of every candidate kernel of every GEMM, and on what. No torch import.
+
+One row per (site, role, range of batch sizes, provider, recipe). ``m``, ``n``, ``k`` are those of the *linear layer*
+``y[M, N] = x[M, K] @ W[N, K].T`` in all three roles, so that ``m`` is always the batch. The header says on which
+device, with which versions and for which model the rows hold; ``check`` compares that with what a caller has at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from loka_compile import jsonio
+from loka_compile.errors import CorruptFileError, StaleTableError, TableError, UnknownNameError
+from loka_compile.gemm import Role
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: What the "format" key of a table file says.
+FORMAT = "loka_compile table"
+#: Version of the file's structure; a file of another version is refused.
+VERSION = 1
+#: The candidate that every speed-up is relative to.
+BASELINE = ("high_precision", "native")
+
+Key = tuple[str, str, int, int, int, int, str, str, str]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One candidate kernel of one GEMM. Times in microseconds; NaN is "not known"; errors are against fp64.
+
+    Raises:
+        UnknownNameError: ``role`` is not one of forward, grad_input, grad_weight.
+    """
+
+    site: str
+    role: str
+    #: Range of batch sizes that the row holds for, both ends included.
+    m_min: int
+    m_max: int
+    n: int
+    k: int
+    dtype: str
+    provider: str
+    recipe: str
+    #: Quantisation of both operands, without what is fused into a producer.
+    quantize_us: float = math.nan
+    gemm_us: float = math.nan
+    #: The same GEMM in high precision: bf16, or TF32 for an fp32 site.
+    baseline_us: float = math.nan
+    #: The gate's metric, floored MERE (probe/errors.py), and its 95 % confidence interval.
+    mere: float = math.nan
+    mere_low: float = math.nan
+    mere_high: float = math.nan
+    #: MERE as the paper writes it (section II-C).
+    mere_paper: float = math.nan
+    frobenius: float = math.nan
+    sqnr_db: float = math.nan
+    max_error: float = math.nan
+    cosine: float = math.nan
+    #: Independent operand pairs behind the errors.
+    samples: int = 0
+    #: Bytes by which the input kept for the backward shrinks when it is kept in FP8 (forward; 0 in other roles).
+    saved_bytes: int = 0
+    #: "measured", "cost table <target>" or "none".
+    speed_source: str = "none"
+    #: "real kernel" (the provider's own code on the header's device), "emulated" or "none".
+    error_source: str = "none"
+    #: Empty, or why this candidate cannot be used.
+    refused: str = ""
+
+    def __post_init__(self) -> None:
+        """Accept a Role where a str is declared, and nothing that is neither."""
+        roles = [r.value for r in Role]
+        if self.role not in roles:
+            raise UnknownNameError("role", self.role, roles)
+        # A Role is a str already, but its repr would leak into messages.
+        object.__setattr__(self, "role", Role(self.role).value)
+
+    @property
+    def total_us(self) -> float:
+        """Quantisation and GEMM together, microseconds."""
+        return self.quantize_us + self.gemm_us
+
+    @property
+    def speedup(self) -> float:
+        """Baseline time over (quantise + GEMM) time; NaN where a time is not known."""
+        total = self.total_us
+        return self.baseline_us / total if total > 0 else math.nan
+
+    @property
+    def candidate(self) -> str:
+        """Provider and recipe, written ``torch:rowwise_fast``."""
+        return f"{self.provider}:{self.recipe}"
+
+    @property
+    def key(self) -> Key:
+        """What identifies the row in its table."""
+        return (
+            self.site, self.role, self.m_min, self.m_max, self.n, self.k, self.dtype, self.provider, self.recipe
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the rows hold for. Empty strings mean "not known" or "none" and are compared like any other value."""
+
+    #: Cost table used for the speeds, "" when none was.
+    target: str = ""
+    #: Device on which the errors (and measured speeds) were taken, such as "cpu" or "NVIDIA H200".
+    device: str = ""
+    driver: str = ""
+    torch: str = ""
+    triton: str = ""
+    #: Versions of kernel libraries by name.
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    #: Shape of the weight, (N, K), of every site of the model.
+    fingerprint: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: When the table was made (ISO 8601); says nothing about content and is left out of the digest.
+    created: str = ""
+
+    def differences(
+        self,
+        *,
+        fingerprint: Mapping[str, Sequence[int]] | None = None,
+        libraries: Mapping[str, str] | None = None,
+        exact: bool = False,
+        **expected: str | None,
+    ) -> list[str]:
+        """What differs from the expectation, one readable line each; see :meth:`Table.check` for the arguments."""
+        found = []
+        for name, want in expected.items():
+            have = getattr(self, name)
+            if want is not None and have != want:
+                found.append(f"{name} is {have or 'none'!r}, expected {want or 'none'!r}")
+        for name, version in (libraries or {}).items():
+            if self.libraries.get(name) != version:
+                found.append(f"library {name} is {self.libraries.get(name, 'absent')!r}, expected {version!r}")
+        if fingerprint is not None:
+            for site, shape in fingerprint.items():
+                have_shape = self.fingerprint.get(site)
+                if have_shape is None:
+                    found.append(f"site {site!r} [N, K] = {list(shape)} is not in it")
+                elif tuple(have_shape) != tuple(shape):
+                    found.append(f"site {site!r} has [N, K] = {list(have_shape)}, the model {list(shape)}")
+            if exact:
+                found += [f"site {site!r} is not in the model" for site in self.fingerprint if site not in fingerprint]
+        return found
+
+    def check(self, what: str, **expected: Any) -> None:
+        """Raise StaleTableError naming every difference; ``what`` names the table or plan in the text."""
+        found = self.differences(**expected)
+        if found:
+            shown = found[:8] + ([f"and {len(found) - 8} more"] if len(found) > 8 else [])
+            raise StaleTableError(
+                f"{what} does not fit: {'; '.join(shown)}. Measure again for this model, device and versions, "
+                "or give the file that belongs to them."
+            )
+
+    def to_json(self, *, timestamps: bool = True) -> dict[str, Any]:
+        """A JSON-ready dict, sites and libraries in sorted order."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        out["libraries"] = dict(sorted(self.libraries.items()))
+        out["fingerprint"] = {site: list(shape) for site, shape in sorted(self.fingerprint.items())}
+        if not timestamps:
+            del out["created"]
+        return out
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> Header:
+        """The header from its JSON form; CorruptFileError names ``where`` and the key."""
+        entry = jsonio.as_object(value, where)
+        libraries = {
+            name: jsonio.as_str(version, f"{where}, library {name!r}")
+            for name, version in jsonio.as_object(entry.get("libraries", {}), f"{where}, key 'libraries'").items()
+        }
+        fingerprint = {}
+        for site, shape in jsonio.as_object(entry.get("fingerprint", {}), f"{where}, key 'fingerprint'").items():
+            place = f"{where}, fingerprint of site {site!r}"
+            sizes = [jsonio.as_int(size, place) for size in jsonio.as_list(shape, place)]
+            if len(sizes) != 2:
+                raise CorruptFileError(f"{place} must be [N, K], not {shape!r}")
+            fingerprint[site] = (sizes[0], sizes[1])
+        return jsonio.record(cls, entry, where, libraries=libraries, fingerprint=fingerprint)
+
+
+@dataclass(frozen=True)
+class RowChange:
+    """A row that two tables do not share; None is "absent"."""
+
+    before: Measurement | None
+    after: Measurement | None
+
+
+class Table:
+    """Header and rows. Rows are kept in the order of their keys, whatever order they came in.
+
+    Raises:
+        TableError: two rows have the same key.
+    """
+
+    def __init__(self, header: Header, rows: Iterable[Measurement]) -> None:
+        """Sort the rows and refuse duplicates."""
+        self.header = header
+        self.rows = tuple(sorted(rows, key=lambda row: row.key))
+        for first, second in zip(self.rows, self.rows[1:], strict=False):
+            if first.key == second.key:
+                rows_of = f"{first.site} {first.role} {first.candidate} at {first.m_min}..{first.m_max}"
+                raise TableError(f"two rows for {rows_of}")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        """Size and target."""
+        sites = len(self.header.fingerprint)
+        return f"Table({len(self.rows)} rows, {sites} sites, target={self.header.target or None!r})"
+
+    def check(
+        self,
+        *,
+        fingerprint: Mapping[str, Sequence[int]] | None = None,
+        target: str | None = None,
+        device: str | None = None,
+        driver: str | None = None,
+        torch: str | None = None,
+        triton: str | None = None,
+        libraries: Mapping[str, str] | None = None,
+        exact: bool = False,
+    ) -> None:
+        """Compare the header with what the caller has; what is None is not compared.
+
+        Every site of ``fingerprint`` (site -> [N, K]) must be in the table with that shape. Sites of the table that the
+        model lacks are allowed (a graph break leaves a part of the model's sites) unless ``exact``.
+
+        Raises:
+            StaleTableError: the text lists each difference.
+        """
+        self.header.check(
+            "the table", fingerprint=fingerprint, libraries=libraries, exact=exact,
+            target=target, device=device, driver=driver, torch=torch, triton=triton,
+        )  # fmt: skip
+
+    def merge(self, other: Table) -> Table:
+        """Both tables' rows under the union of their sites: parts of one model, runs, or ranks.
+
+        Where both have a row, the one with more samples stays; between equals the larger error, then the larger JSON
+        text (so that merging is commutative, associative and idempotent).
+
+        Raises:
+            StaleTableError: the headers differ in device, target or versions, or in the shape of a site.
+        """
+        mine, theirs = self.header, other.header
+        shared = {site: shape for site, shape in theirs.fingerprint.items() if site in mine.fingerprint}
+        mine.check(
+            "the table to merge with", fingerprint=shared, libraries=theirs.libraries,
+            target=theirs.target, device=theirs.device, driver=theirs.driver, torch=theirs.torch, triton=theirs.triton,
+        )  # fmt: skip
+        theirs.check("the table to be merged", libraries=mine.libraries)
+        rows: dict[Key, Measurement] = {}
+        for row in (*self.rows, *other.rows):
+            held = rows.get(row.key)
+            rows[row.key] = row if held is None else max(held, row, key=_weight)
+        header = dataclasses.replace(
+            mine,
+            fingerprint={**mine.fingerprint, **theirs.fingerprint},
+            created=max(mine.created, theirs.created),
+        )
+        return Table(header, rows.values())
+
+    def diff(self, other: Table) -> tuple[RowChange, ...]:
+        """Rows that are absent from one table or differ in any value, in the order of their keys."""
+        before, after = ({row.key: row for row in table.rows} for table in (self, other))
+        changes = []
+        for key in sorted(before.keys() | after.keys()):
+            old, new = before.get(key), after.get(key)
+            if old is None or new is None or _text(old) != _text(new):
+                changes.append(RowChange(old, new))
+        return tuple(changes)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per measurement, the fields as columns, and ``speedup``."""
+        import pandas as pd
+
+        columns = [*(f.name for f in dataclasses.fields(Measurement)), "speedup"]
+        data = [{**dataclasses.asdict(row), "speedup": row.speedup} for row in self.rows]
+        return pd.DataFrame(data, columns=columns)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the content; the time of making and the order of rows do not enter."""
+        header = self.header.to_json(timestamps=False)
+        content = {"version": VERSION, "header": header, "rows": [_text(row) for row in self.rows]}
+        return hashlib.sha256(jsonio.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as JSON, one row per line, atomically.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        rows = ",\n  ".join(_text(row) for row in self.rows)
+        header = jsonio.dumps(self.header.to_json(), indent=2).replace("\n", "\n ")
+        jsonio.atomic_write(
+            path,
+            f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "header": {header},\n "rows": [\n  {rows}\n ]\n}}\n',
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Table:
+        """Read a table file, checking every key and type.
+
+        Raises:
+            CorruptFileError: the file is damaged or not a table; the text names the file and the row.
+            StaleTableError: the file's format has another version.
+            OSError: the file cannot be opened.
+        """
+        document = jsonio.read_document(path, FORMAT, VERSION)
+        extra = sorted(set(document) - {"format", "version", "header", "rows"})
+        if extra:
+            raise CorruptFileError(f"{path} has unknown keys {extra}")
+        header = Header.from_json(document.get("header"), f"{path}: header")
+        rows = []
+        for index, entry in enumerate(jsonio.as_list(document.get("rows"), f"{path}: rows")):
+            where = f"{path}: row {index}"
+            try:
+                rows.append(jsonio.record(Measurement, entry, where))
+            except UnknownNameError as error:
+                raise CorruptFileError(f"{where}: {error}") from error
+        try:
+            return cls(header, rows)
+        except TableError as error:
+            raise CorruptFileError(f"{path}: {error}") from error
+
+
+def _text(row: Measurement) -> str:
+    return jsonio.dumps(dataclasses.asdict(row))
+
+
+def _weight(row: Measurement) -> tuple[int, float, str]:
+    # An unknown error counts as the worst: a row that knows less must not hide behind one that knows more.
+    return row.samples, math.inf if math.isnan(row.mere) else row.mere, _text(row)
