@@ -16,8 +16,9 @@ class Batch(NamedTuple):
     """One batch of examples, all tensors on one device.
 
     ``numerics`` [B, F] float32; ``categories`` [B, C] int64 rows of the embedding tables; ``labels`` [B] float32 of
-    zeros and ones; ``history`` [B, T] int64 rows of the *first* table, oldest first, -1 where a history is shorter than T
-    (None: the source knows no histories); ``probability`` [B] float32, the true one where the source knows it.
+    zeros and ones; ``history`` [B, T] int64 rows of the *first* table, the most recent in the last column, -1 in the
+    first ones where a history is shorter than T (None: the source knows no histories); ``probability`` [B] float32, the
+    true one where the source knows it.
     """
 
     numerics: Tensor

@@ -5,8 +5,8 @@
     x(l+1)  = x0 * (U (V x(l)) + b) + x(l)          low rank, V [r, D], U [D, r]
     stacked:  logit = linear(deep(x(L)))            parallel:  logit = linear([x(L), deep(x0)])
 
-The `h200` size is the DLRM-DCNv2 of MLPerf: 27 * 128 = 3456 features, three crosses of rank 512. A cross layer's linear is
-followed by a product and a sum, never by a norm, so no Mod may touch it; and 3456 is not a multiple of 256.
+The `h200` size is the DLRM-DCNv2 of MLPerf: 27 * 128 = 3456 features, three crosses of rank 512. A cross layer's
+linear is followed by a product and a sum, never by a norm; and 3456 is not a multiple of 256.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class DCNv2Dense(nn.Module):
         self.predict = nn.Linear(widths[-1] + (config.features if self.parallel else 0), 1)
 
     def forward(self, numerics: Tensor, tokens: Tensor) -> Tensor:
-        x0 = torch.cat([self.bottom(numerics).unsqueeze(1), tokens], dim=1).flatten(1)
+        z = self.bottom(numerics).unsqueeze(1)
+        x0 = torch.cat([z, tokens.to(z.dtype)], dim=1).flatten(1)
         x = x0
         for cross in self.crosses:
             x = cross(x0, x)

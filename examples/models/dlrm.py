@@ -10,6 +10,7 @@ FP8 kernel has to pad. There is no norm between the layers, so of the Mods only 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +65,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def relu_mlp(widths: Sequence[int]) -> nn.Sequential:
     """linear -> ReLU for each step between neighbouring widths: [..., widths[0]] -> [..., widths[-1]]."""
     steps: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         steps += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*steps)
 

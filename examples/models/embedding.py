@@ -1,7 +1,7 @@
 """The two halves of every model here: embedding tables, and the dense part that is worth compiling.
 
-    features = model.embed(categories, history)         lookups; their gradients are sparse, their optimizer its own
-    logits   = model.dense_arch(numerics, *features)    all GEMMs; torch.compile takes this part alone
+features = model.embed(categories, history)         lookups; their gradients are sparse, their optimizer its own
+logits   = model.dense_arch(numerics, *features)    all GEMMs; torch.compile takes this part alone
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ class EmbeddingTables(nn.Module):
 
     Args:
         sparse: gradients as sparse tensors, one value per looked-up row, for `RowwiseAdagrad` or SparseAdam.
-        std: of the normal distribution of the initial rows; default d ** -0.5.
+        weight: a table to take over, [sum(table_sizes), d]; without it rows are drawn from a normal of variance 1 / d.
     """
 
     offsets: Tensor
 
-    def __init__(self, table_sizes: Sequence[int], dim: int, *, sparse: bool = True, std: float | None = None) -> None:
+    def __init__(
+        self, table_sizes: Sequence[int], dim: int, *, sparse: bool = True, weight: Tensor | None = None
+    ) -> None:
         super().__init__()
         sizes = torch.tensor(table_sizes)
         self.register_buffer("offsets", sizes.cumsum(0) - sizes, persistent=False)
-        self.table = nn.Embedding(sum(table_sizes), dim, sparse=sparse)
-        nn.init.normal_(self.table.weight, std=dim**-0.5 if std is None else std)
+        if weight is None:
+            weight = torch.randn(sum(table_sizes), dim) * dim**-0.5
+        self.table = nn.Embedding.from_pretrained(weight, freeze=False, sparse=sparse)
 
     def forward(self, categories: Tensor, history: Tensor | None = None) -> tuple[Tensor, ...]:
         rows = categories + self.offsets
