@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from loka_compile.table import Table
 
 
+#: Stages after the passes, whose graphs belong to one compile.
+_LOWERED = ("joint", "forward", "backward")
+
+
 @dataclass(frozen=True)
 class Stage:
     """One step of a compile: a pass's name and tier, its time in seconds, and what it matched and refused."""
@@ -73,9 +77,18 @@ class Report:
     def add_graph(self, name: str, gm: fx.GraphModule) -> None:
         """Keep the graph as code under ``name`` when inspecting."""
         if self._keep_graphs:
-            self._graphs[name] = gm.print_readable(print_output=False)
+            self._graphs[name] = gm.print_readable(print_output=False, include_stride=False, include_device=False)
+
+    def inherit(self, first: Report) -> None:
+        """Take over what the passes did when the same graph is compiled a second time."""
+        self.stages = list(first.stages)
+        self._graphs = {name: first._graphs[name] for name in first._graphs if name not in _LOWERED}
 
     # ------------------------------------------------------------------ reading
+    def stage_names(self) -> list[str]:
+        """The stages whose graphs were kept, in order."""
+        return list(self._graphs)
+
     @property
     def matches(self) -> list[Match]:
         """Every rewrite of every pass."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from loka_compile.config import LokaConfig
 from loka_compile.errors import LokaError, PassError
@@ -76,10 +77,9 @@ def check_outputs(gm: fx.GraphModule, expected: Sequence[torch.Tensor | None], p
     Raises:
         PassError: names the output that changed.
     """
-    from torch._guards import detect_fake_mode
-
     inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
-    fake_mode = detect_fake_mode(inputs)
+    # The mode in which Dynamo captured, which is not the one in which it calls the backend.
+    fake_mode = next((v.fake_mode for v in inputs if isinstance(v, FakeTensor)), None)
     if fake_mode is None or any(v is None for v in inputs):
         return
     try:

@@ -35,7 +35,7 @@ def sites(gm: fx.GraphModule, ctx: PassContext) -> Changes:
 
 def name_sites(gm: fx.GraphModule) -> dict[fx.Node, str]:
     """Every linear layer of the graph and of its sub-graphs, with its site."""
-    outer = _outer_arguments(gm)
+    outer = outer_arguments(gm)
     calls: Counter[str] = Counter()
     names: dict[fx.Node, str] = {}
     for sub in subgraphs(gm):
@@ -127,7 +127,7 @@ def _module_path(node: fx.Node) -> str:
     return clean_source(str(next(reversed(stack.values()))[0]))
 
 
-def _outer_arguments(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+def outer_arguments(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Placeholder of a sub-graph -> the node that the surrounding graph passes in for it."""
     outer: dict[fx.Node, fx.Node] = {}
     for sub in subgraphs(gm):

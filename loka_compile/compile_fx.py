@@ -1,0 +1,37 @@
+"""Hands a rewritten graph to AOTAutograd and Inductor with our hooks in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from loka_compile.lowering.decomposition_table import decompositions
+from loka_compile.lowering.hooks import Lowering, config_patches
+from loka_compile.trace_log import emit
+
+
+def compile_rewritten(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], lowering: Lowering | None, patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile ``gm``; without ``lowering`` this is plain Inductor.
+
+    Args:
+        gm: torch-level graph; ownership passes to Inductor.
+        example_inputs: the graph's inputs.
+        lowering: what our hooks do, or None.
+        patches: Inductor's options. They also hold for the backward, which is compiled later.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    if lowering is None:
+        return compile_fx(gm, example_inputs, config_patches=dict(patches) or None)
+    merged = {**patches, **config_patches(lowering, patches)}
+    if lowering.config.inspect:
+        # A pass does not run when its result comes from a cache, and then there is nothing to inspect.
+        merged["force_disable_caches"] = True
+    compiled = compile_fx(gm, example_inputs, config_patches=merged, decompositions=decompositions())
+    lowering.report.from_cache = "joint" not in lowering.ran
+    emit(lowering.report)
+    return compiled

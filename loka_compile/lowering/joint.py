@@ -1,0 +1,148 @@
+"""Lowers the GEMMs of a joint graph by the plan: the chosen kernel goes INTO the graph.
+
+It must stand there, as operators and arguments, and not in a table beside it: the compile cache's key is made from
+the graph, and a cached entry would otherwise bring back a kernel that another plan had chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from loka_compile._compat.shapes import size_hint
+from loka_compile.gemm import NATIVE, Gemm, Recipe, Role
+from loka_compile.lowering.bounds import bound
+from loka_compile.lowering.inline import inline
+from loka_compile.lowering.providers import get_provider
+from loka_compile.lowering.providers.base import Provider
+from loka_compile.lowering.roles import MatMul, find_matmuls
+from loka_compile.plan import Decision, Plan
+from loka_compile.report import LoweredGemm, Report
+
+logger = logging.getLogger(__name__)
+
+
+def remove_anchors(graph: fx.Graph) -> None:
+    """Drop ``loka::anchor``: its zero gradients are in the joint graph by now."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.loka.anchor.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def lower_gemms(graph: fx.Graph, plan: Plan | None, report: Report, *, emulate: bool = False) -> int:
+    """Replace each GEMM that the plan sends to an FP8 kernel; returns how many were replaced.
+
+    ``emulate``: the plan is for another device, so its recipes are emulated here.
+    """
+    matmuls, unmapped = find_matmuls(graph)
+    report.unmapped = unmapped
+    lowered = 0
+    for matmul in matmuls:
+        gemm = describe(matmul)
+        if gemm is None:
+            report.unmapped.append(f"{matmul.node.name}: of {matmul.site}, its size is unknown when compiling")
+            continue
+        decision = _decide(plan, gemm)
+        fallback = ""
+        if decision.recipe != NATIVE.name:
+            fallback = _lower(matmul, gemm, decision, emulate)
+            lowered += not fallback
+        report.gemms.append(LoweredGemm(gemm, _as_run(decision, fallback), fallback))
+    logger.info("lowered %d of %d GEMMs to FP8: %s", lowered, len(matmuls), report.counts())
+    return lowered
+
+
+def describe(matmul: MatMul) -> Gemm | None:
+    """The GEMM's shape, dtype and proven bounds; None where a size is not known at compile time."""
+    a, b = _shape(matmul.a.base), _shape(matmul.b.base)
+    m_k = reversed(a) if matmul.a.transposed else a
+    n_k = reversed(b) if matmul.b.transposed else b
+    (m, k), (n, _) = m_k, n_k
+    sizes = {"m": m, "n": n, "k": k}
+    hints = {letter: size_hint(size) for letter, size in sizes.items()}
+    if any(hint is None for hint in hints.values()):
+        return None
+    return Gemm(
+        matmul.site,
+        matmul.role,
+        **hints,
+        dtype=str(matmul.node.meta["val"].dtype).removeprefix("torch."),
+        dynamic="".join(letter for letter, size in sizes.items() if not isinstance(size, int)),
+        a_bound=bound(matmul.a.base),
+        b_bound=bound(matmul.b.base),
+    )
+
+
+def _shape(node: fx.Node) -> list[Any]:
+    return list(node.meta["val"].shape)
+
+
+def _decide(plan: Plan | None, gemm: Gemm) -> Decision:
+    decision = plan.lookup(gemm.site, gemm.role) if plan is not None else None
+    if decision is not None:
+        return decision
+    reason = "no plan" if plan is None else "the plan does not name this GEMM"
+    return Decision(gemm.site, str(gemm.role), "high_precision", NATIVE.name, reason, None, None, ())
+
+
+def _as_run(decision: Decision, fallback: str) -> Decision:
+    if not fallback:
+        return decision
+    return Decision(
+        decision.site, decision.role, "high_precision", NATIVE.name, fallback, None, None, decision.verdicts
+    )
+
+
+def _lower(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> str:
+    """Replace the node; returns "" or the reason why it had to stay."""
+    provider, recipe = executor(decision.provider, decision.recipe, emulate)
+    if recipe is None:
+        return f"provider {provider.name} has no recipe {decision.recipe!r}"
+    value = matmul.node.meta["val"]
+    reason = provider.refuses(gemm, recipe, value.device.type)
+    if reason:
+        return f"{decision.provider}:{decision.recipe} was planned, but: {reason}"
+    out_dtype = value.dtype
+
+    def compute(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
+        out = provider.gemm(
+            a, matmul.a.transposed, b, matmul.b.transposed, recipe, out_dtype, a_bound=gemm.a_bound, b_bound=gemm.b_bound
+        )
+        return (out.float() + bias[0].float()).to(out_dtype) if bias else out
+
+    replace_matmul(matmul, compute)
+    return ""
+
+
+def executor(provider_name: str, recipe_name: str, emulate: bool) -> tuple[Provider, Recipe | None]:
+    """The provider and recipe that carry a decision out: the planned ones, or their emulation."""
+    provider = get_provider(provider_name)
+    recipe = provider.recipes.get(recipe_name)
+    if emulate and recipe is not None and not recipe.is_high_precision:
+        emulated = get_provider("emulated")
+        # Fast accumulation is not emulated: its products are exact here.
+        return emulated, emulated.recipes.get(recipe_name.removesuffix("_fast"))
+    return provider, recipe
+
+
+def replace_matmul(matmul: MatMul, compute: Callable[..., Tensor]) -> None:
+    """Put ``compute(a, b[, bias])`` over the operands as stored in the place of the product."""
+    inputs = [matmul.a.base, matmul.b.base] + ([matmul.bias] if matmul.bias is not None else [])
+    (out,) = inline(matmul.node, compute, inputs)
+    matmul.node.replace_all_uses_with(out)
+    matmul.node.graph.erase_node(matmul.node)
+
+
+def gemms_of(graph: fx.Graph) -> list[tuple[MatMul, Gemm]]:
+    """Every mapped GEMM with its description; used where a plan is made for a graph."""
+    found, _ = find_matmuls(graph)
+    pairs = [(m, describe(m)) for m in found]
+    return [(m, g) for m, g in pairs if g is not None]
+
+
+__all__ = ["Role", "describe", "gemms_of", "lower_gemms", "remove_anchors", "replace_matmul"]

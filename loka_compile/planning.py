@@ -1,0 +1,166 @@
+"""From options to a plan: a given plan, a given table, a cached table, or the wish to sample first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from loka_compile.config import LokaConfig
+from loka_compile.costs import CostTable, target_of_device_name
+from loka_compile.errors import UnknownNameError
+from loka_compile.gemm import NATIVE, Role
+from loka_compile.passes.nodes import argument, kind, subgraphs
+from loka_compile.passes.sites import name_sites
+from loka_compile.plan import Plan, make_plan
+from loka_compile.store import load_cached
+from loka_compile.table import Table
+
+
+@dataclass
+class Planning:
+    """How the GEMMs of one graph get their plan."""
+
+    config: LokaConfig
+    #: Weight shapes [N, K] by site.
+    fingerprint: dict[str, tuple[int, int]]
+    #: Device whose costs count; None where there are none (a CPU without ``target=``).
+    target: str | None
+    #: True where kernels of the target are emulated, because this is another device.
+    emulate: bool = False
+    plan: Plan | None = None
+    table: Table | None = None
+    #: True when the plan has to wait for samples.
+    sample: bool = False
+    note: str = ""
+
+    @property
+    def cache_key(self) -> str:
+        """Names the cached table of this model on this device."""
+        parts = {
+            "fingerprint": sorted((site, *shape) for site, shape in self.fingerprint.items()),
+            "target": self.target,
+            "mods": self.config.active_mods,
+            "block_size": self.config.block_size,
+            "torch": torch.__version__,
+        }
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def accept(self, table: Table) -> Plan:
+        """Make the plan from a table that fits."""
+        self.table = table
+        self.plan = make_plan(
+            table,
+            max_mere=self.config.max_mere,
+            min_speedup=self.config.min_speedup,
+            providers=self.config.providers,
+        )
+        self.sample = False
+        return self.plan
+
+
+def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles: frozenset[Role]) -> Planning:
+    """Find the plan for a rewritten graph.
+
+    Args:
+        gm: torch-level graph, after the passes.
+        config: the options.
+        device: where the graph runs.
+        roles: GEMMs that the graph will have: all three in training, forward alone in inference.
+
+    Raises:
+        UnknownNameError: the target or a provider does not exist.
+        StaleTableError, CorruptFileError: a given table or plan is not for this model or device, or is damaged.
+    """
+    target = config.target or _target_of(device)
+    if config.target is not None and config.target not in CostTable.targets():
+        raise UnknownNameError("target in option 'target'", config.target, CostTable.targets())
+    _check_providers(config)
+    planning = Planning(config, fingerprint(gm), target, emulate=target is not None and target != _target_of(device))
+    if config.plan is not None:
+        plan = config.plan if isinstance(config.plan, Plan) else Plan.load(config.plan)
+        _check_plan(plan, planning)
+        planning.plan = plan
+    elif config.table == "off":
+        planning.note = "no plan: option table is 'off'"
+    elif not isinstance(config.table, str) or config.table != "auto":
+        table = Table.load(config.table) if isinstance(config.table, (str, os.PathLike)) else config.table
+        table.check(fingerprint=planning.fingerprint, target=target)
+        planning.accept(table)
+    elif target is None:
+        planning.note = (
+            f"no plan: there is no cost table for this {device.type} device; "
+            'options={"target": "h200"} plans for another device and emulates its FP8 here'
+        )
+    elif planning.fingerprint:
+        cached = load_cached(planning.cache_key)
+        if cached is not None and covers(cached, planning.fingerprint, roles):
+            planning.accept(cached)
+        else:
+            planning.sample = True
+    return planning
+
+
+def covers(table: Table, fingerprint: dict[str, tuple[int, int]], roles: frozenset[Role]) -> bool:
+    """Whether the table knows every GEMM of the graph. The first layer may lack grad_input: its input needs none."""
+    if table.header.differences(fingerprint=fingerprint):
+        return False
+    known = {(row.site, row.role) for row in table.rows}
+    needed = roles - {Role.GRAD_INPUT}
+    return all((site, role.value) in known for site in fingerprint for role in needed)
+
+
+def fingerprint(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
+    """Weight shape [N, K] of every site whose shape the capture recorded."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for node, site in name_sites(gm).items():
+        is_linear = kind(node) == "linear"
+        operand = argument(node, 1, "weight" if is_linear else "other")
+        value = operand.meta.get("example_value") if isinstance(operand, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and all(isinstance(s, int) for s in value.shape):
+            n, k = value.shape if is_linear else reversed(value.shape)
+            shapes[site] = (n, k)
+    return shapes
+
+
+def has_loka_ops(gm: fx.GraphModule) -> bool:
+    """Whether the graph holds operators of ours that need our lowering."""
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "loka"
+        or isinstance(node.target, torch._ops.OpOverloadPacket) and node.target.__name__ in ("block_norm", "anchor")
+        for sub in subgraphs(gm)
+        for node in sub.graph.nodes
+    )  # fmt: skip
+
+
+def _target_of(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return target_of_device_name(torch.cuda.get_device_name(device))
+
+
+def _check_providers(config: LokaConfig) -> None:
+    from loka_compile.lowering.providers import PROVIDERS
+
+    known = [name for name, _, _ in PROVIDERS]
+    for name in config.providers or ():
+        if name not in known:
+            raise UnknownNameError("provider in option 'providers'", name, known)
+
+
+def _check_plan(plan: Plan, planning: Planning) -> None:
+    from loka_compile.lowering.providers import get_provider
+
+    plan.check(fingerprint=planning.fingerprint, target=planning.target)
+    for decision in plan.decisions:
+        provider = get_provider(decision.provider)
+        if decision.recipe not in provider.recipes and decision.recipe != NATIVE.name:
+            raise UnknownNameError(
+                f"recipe of provider {decision.provider!r} in the plan, {decision.site} {decision.role}:",
+                decision.recipe,
+                provider.recipes,
+            )
