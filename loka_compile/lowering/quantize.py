@@ -91,7 +91,9 @@ def quantize(
     if transpose:
         data = data.t()
         scale = scale.t() if scale.dim() == 2 else scale
-    return Quantized(data.contiguous(), scale.contiguous())
+    if scaling is Scaling.ROWWISE:
+        scale = scale.unsqueeze(1)
+    return Quantized(_packed(data), scale.contiguous())
 
 
 def dequantize(q: Quantized, scaling: Scaling) -> Tensor:
@@ -130,6 +132,15 @@ def fp8_maximum(dtype: torch.dtype) -> float:
     return 448.0 if dtype is torch.float8_e4m3fn else 57344.0
 
 
+def _packed(t: Tensor) -> Tensor:
+    """t contiguous, with the strides that its shape implies. A dimension of size 1 counts as contiguous with any
+    stride, but libraries check the numbers: a [1, k] operand must have the strides (k, 1)."""
+    t = t.contiguous()
+    if any(statically_known_true(size == 1) for size in t.shape):
+        t = t.view(-1).view(t.shape)
+    return t
+
+
 def _group_shape(scaling: Scaling, transpose: bool) -> tuple[int | None, int | None]:
     """Rows and columns of x that share a scale; None is all of them. Stored orientation, not the operand's."""
     rows, contraction = {
@@ -142,11 +153,12 @@ def _group_shape(scaling: Scaling, transpose: bool) -> tuple[int | None, int | N
 
 
 def _scale_groups(x: Tensor, group: tuple[int | None, int | None], fp8_max: float) -> tuple[Tensor, Tensor]:
-    """Scale of every group, in the stored orientation, and x divided by it."""
+    """Scale of every group, in the stored orientation ([rows] for ROWWISE), and x divided by it."""
     if BLOCK not in group:
         dims = [dim for dim in (0, 1) if group[dim] is None]
-        scale = _scale_of(_amax(x, dims, keepdim=len(dims) == 1), fp8_max)
-        return scale, x * scale.reciprocal()
+        scale = _scale_of(_amax(x, dims), fp8_max)
+        inverse = scale.reciprocal()
+        return scale, x * (inverse.unsqueeze(dims[0]) if len(dims) == 1 else inverse)
     split = [dim for dim in (0, 1) if group[dim] == BLOCK]
     ragged = [dim for dim in split if not statically_known_true(x.shape[dim] % BLOCK == 0)]
     blocks = _split(_pad(x, ragged), split)
@@ -169,7 +181,7 @@ def _scale_of(amax: Tensor, fp8_max: float) -> Tensor:
     return amax.clamp(min=AMAX_FLOOR) / fp8_max
 
 
-def _amax(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+def _amax(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     """Largest ``|x|`` over ``dims``; 0 where there is nothing to reduce (torch's amax raises on that)."""
     if any(statically_known_true(x.shape[dim] == 0) for dim in dims):
         shape = [1 if dim in dims else size for dim, size in enumerate(x.shape) if keepdim or dim not in dims]
@@ -193,7 +205,7 @@ def _pad(x: Tensor, dims: list[int]) -> Tensor:
 def _split(x: Tensor, dims: list[int]) -> Tensor:
     """x with each of ``dims`` cut into [blocks, 128]; the last one first, so that the positions stay valid."""
     for dim in reversed(dims):
-        x = x.unflatten(dim, (_blocks(x.shape[dim]), BLOCK))
+        x = x.view(*x.shape[:dim], _blocks(x.shape[dim]), BLOCK, *x.shape[dim + 1 :])
     return x
 
 

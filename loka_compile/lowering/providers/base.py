@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Mapping
 from importlib import metadata
 from typing import ClassVar
@@ -14,7 +16,18 @@ from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
 from loka_compile.lowering.quantize import Quantized, quantize
 
-__all__ = ["ALL_ROLES", "BLOCKWISE_128X128", "Provider", "Quantized", "default_device", "gpu_reason", "multiple_of"]
+__all__ = [
+    "ALL_ROLES",
+    "BLOCKWISE_128X128",
+    "Provider",
+    "Quantized",
+    "default_device",
+    "gpu_reason",
+    "import_reason",
+    "multiple_of",
+]
+
+logger = logging.getLogger(__name__)
 
 ALL_ROLES = frozenset(Role)
 
@@ -157,6 +170,20 @@ def gpu_reason(lowest: tuple[int, int], below: tuple[int, int] | None = None, de
     here = torch.cuda.get_device_capability()
     if here < lowest or (below is not None and here >= below):
         return f"needs an NVIDIA GPU of {span}; this one has {here[0]}.{here[1]}"
+    return None
+
+
+def import_reason(module: str) -> str | None:
+    """Import a kernel library; returns None, or the reason why it cannot be used.
+
+    A broken wheel raises anything: ImportError, OSError for an undefined symbol, AssertionError for a missing nvcc.
+    None of that may break a compile that can do without the library.
+    """
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        logger.debug("import of %s failed", module, exc_info=True)
+        return f"import of {module} failed with {type(error).__name__}: {str(error).strip() or 'no text'}"
     return None
 
 

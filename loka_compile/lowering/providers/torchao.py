@@ -1,0 +1,66 @@
+"""torchao's Triton GEMMs for block scales: the block recipes on sm_89, and with fp32 results.
+
+Everything else of torchao's FP8 training bottoms out in ``torch._scaled_mm``, which the provider ``torch`` has: its
+tensorwise and rowwise recipes are combinations of that provider's GEMMs, and ``rowwise_with_gw_hp`` is a plan that
+leaves grad_weight in high precision.
+
+Facts: torchao 0.18.0, ``prototype/blockwise_fp8_training/kernels.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from importlib import metadata
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe
+from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, multiple_of
+from loka_compile.lowering.providers.emulated import refuses_blockwise_role
+from loka_compile.lowering.quantize import BLOCK
+
+_MODULE = "torchao.prototype.blockwise_fp8_training.kernels"
+
+
+class TorchAO(Provider):
+    """Plain ``tl.dot`` kernels that promote to fp32 every 128 products; compiled and autotuned per shape."""
+
+    name: ClassVar[str] = "torchao"
+    recipes: ClassVar[dict[str, Recipe]] = {recipe.name: recipe for recipe in (BLOCKWISE, BLOCKWISE_1X128)}
+    distributions: ClassVar[tuple[str, ...]] = ("torchao", "triton")
+
+    def supported(self, recipe: Recipe | None = None, device: str | None = None) -> str | None:
+        """sm_89 or newer, and torchao from 0.18."""
+        return gpu_reason((8, 9), device=device) or load()
+
+    def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
+        # Tiles are up to 256 wide and read their scales without a mask: past the last row, past the end of memory.
+        return refuses_blockwise_role(gemm, recipe) or multiple_of(
+            gemm, {"k": BLOCK, "m": 256, "n": 256}, "torchao's block GEMM (unmasked scales)"
+        )
+
+    def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        """``A @ B.T``; A's scales column-major, B's column-major in 128x128 blocks and row-major in 1x128."""
+        kernels = importlib.import_module(_MODULE)
+        a_scale = a.scale.t().contiguous().t()
+        if recipe == BLOCKWISE:
+            kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x128, b.scale.t()
+        else:
+            kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x1, b.scale.t().contiguous()
+        out: Tensor = kernel(a.data, b.data.t(), a_scale, b_scale, BLOCK, out_dtype)
+        return out
+
+
+@functools.cache
+def load() -> str | None:
+    """Import torchao's kernels, once per process; returns None or the reason why they cannot be used."""
+    try:
+        version = metadata.version("torchao")
+    except metadata.PackageNotFoundError:
+        return "torchao is not installed (pip install 'loka-compile[torchao]')"
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < (0, 18):
+        return f"torchao {version} is too old: its block scales are laid out wrongly before 0.18"
+    return import_reason(_MODULE)
