@@ -105,7 +105,9 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
 def _salt(passes: Sequence[Any]) -> str:
     """A user's own passes are part of the cache key by their source code."""
-    return "".join(f"{p.name}:{source_of(p.fn).decode(errors='replace')}" for p in passes if p.origin != "loka_compile.passes")
+    return "".join(
+        f"{p.name}:{source_of(p.fn).decode(errors='replace')}" for p in passes if p.origin != "loka_compile.passes"
+    )
 
 
 __all__ = ["Report", "loka"]

@@ -162,8 +162,10 @@ def _check_inductor(patches: dict[str, Any], ours: Iterable[str]) -> dict[str, A
         if name not in known:
             raise UnknownOptionError(_unknown(key, ours))
         expected = type(known[name])
-        if known[name] is not None and not isinstance(value, expected) and not (
-            expected in (int, float) and _is_number(value)
+        if (
+            known[name] is not None
+            and not isinstance(value, expected)
+            and not (expected in (int, float) and _is_number(value))
         ):
             # None defaults stand for "no value", whose type cannot be told.
             if not callable(value) and value is not None:

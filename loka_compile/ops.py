@@ -103,9 +103,7 @@ def _anchor_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor | None
     return grad, [torch.zeros_like(p) if p.requires_grad else None for p in ctx.saved_tensors]
 
 
-torch.library.register_autograd(
-    "loka::block_norm", _block_norm_backward, setup_context=_block_norm_setup, lib=LIBRARY
-)
+torch.library.register_autograd("loka::block_norm", _block_norm_backward, setup_context=_block_norm_setup, lib=LIBRARY)
 torch.library.register_autograd("loka::anchor", _anchor_backward, setup_context=_anchor_setup, lib=LIBRARY)
 
 # On CUDA autocast runs layer_norm and rms_norm in fp32 and returns fp32; on the CPU it leaves their dtype alone.
@@ -122,5 +120,28 @@ def block_norm(x: Tensor, block: int, eps: float | None = None) -> Tensor:
     """Differentiable BlockNorm of x [..., N]; see :func:`block_norm_ref`."""
     if torch.compiler.is_exporting():  # an exported program must load where loka_compile is not installed
         return block_norm_ref(x, block, eps)[0]
-    y: Tensor = torch.ops.loka.block_norm(x, block, eps)[0]
+    y: Tensor = torch.ops.loka.block_norm.default(x, block, eps)[0]
     return y
+
+
+class _Anchor(torch.autograd.Function):
+    """The anchor in eager: a view instead of the operator's copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
+        ctx.save_for_backward(*unused)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], *(torch.zeros_like(p) if p.requires_grad else None for p in ctx.saved_tensors)
+
+
+def anchor(x: Tensor, unused: list[Tensor]) -> Tensor:
+    """x itself; in the backward every tensor of ``unused`` gets a zero gradient, never None."""
+    if torch.compiler.is_exporting():
+        return x
+    if torch.compiler.is_compiling():
+        anchored: Tensor = torch.ops.loka.anchor.default(x, unused)
+        return anchored
+    return _Anchor.apply(x, *unused)

@@ -64,6 +64,8 @@ class Report:
     is_training: bool | None = None
     #: True when the compiled code came from the compile cache, so that lowering did not run.
     from_cache: bool = False
+    #: The report of the sampled version of the same graph.
+    replaces: Report | None = field(default=None, repr=False)
     _graphs: dict[str, str] = field(default_factory=dict, repr=False)
     _keep_graphs: bool = field(default=False, repr=False)
 
@@ -81,6 +83,7 @@ class Report:
 
     def inherit(self, first: Report) -> None:
         """Take over what the passes did when the same graph is compiled a second time."""
+        self.replaces = first
         self.stages = list(first.stages)
         self._graphs = {name: first._graphs[name] for name in first._graphs if name not in _LOWERED}
 
@@ -128,8 +131,8 @@ class Report:
             UnknownNameError: no such stage was kept (graphs are kept only with ``inspect=True``).
         """
         name = stage
-        if stage == "after" and self.stages:
-            name = self.stages[-1].name
+        if stage == "after":
+            name = next((s.name for s in reversed(self.stages) if s.name in self._graphs), stage)
         if name not in self._graphs:
             raise UnknownNameError("stage (graphs are kept with options={'inspect': True})", stage, self._graphs)
         return self._graphs[name]
@@ -151,9 +154,7 @@ class Report:
 
         return {
             "stages": [asdict(s) for s in self.stages],
-            "gemms": [
-                {**asdict(g.gemm), "decision": asdict(g.decision), "fallback": g.fallback} for g in self.gemms
-            ],
+            "gemms": [{**asdict(g.gemm), "decision": asdict(g.decision), "fallback": g.fallback} for g in self.gemms],
             "unmapped": self.unmapped,
             "fusions": self.fusions,
             "notes": self.notes,
@@ -186,6 +187,31 @@ def new_report(*, keep_graphs: bool) -> Report:
     with _lock:
         _reports.append(report)
     return report
+
+
+def merge_reports(parts: list[Report]) -> Report:
+    """One report for the graphs of one model. A graph that was compiled twice (sampled, then planned) counts once.
+
+    Raises:
+        ValueError: there is no report: nothing was compiled.
+    """
+    replaced = {id(part.replaces) for part in parts if part.replaces is not None}
+    parts = [part for part in parts if id(part) not in replaced]
+    if not parts:
+        raise ValueError("nothing was compiled: the model holds no operation that torch.compile captures")
+    if len(parts) == 1:
+        return parts[0]
+    merged = Report(_keep_graphs=True, plan=parts[-1].plan, table=parts[-1].table)
+    for index, part in enumerate(parts):
+        merged.stages += part.stages
+        merged.gemms += part.gemms
+        merged.unmapped += part.unmapped
+        merged.fusions += part.fusions
+        merged.notes += [f"graph {index}: {note}" for note in part.notes]
+        merged.is_training = merged.is_training or part.is_training
+        for name, text in part._graphs.items():
+            merged._graphs[name] = f"{merged._graphs.get(name, '')}# graph {index}\n{text}\n"
+    return merged
 
 
 def reports() -> list[Report]:

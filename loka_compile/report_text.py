@@ -61,7 +61,9 @@ def _gemms(report: Report, console: object) -> None:
     for g in report.gemms:
         d = g.decision
         others = "; ".join(
-            f"{v.provider}:{v.recipe} {v.reason or 'slower'}" for v in d.verdicts if (v.provider, v.recipe) != (d.provider, d.recipe)
+            f"{v.provider}:{v.recipe} {v.reason or 'slower'}"
+            for v in d.verdicts
+            if (v.provider, v.recipe) != (d.provider, d.recipe)
         )
         table.add_row(
             d.site, str(d.role), f"{g.gemm.m} x {g.gemm.n} x {g.gemm.k}", f"{d.provider}:{d.recipe}",

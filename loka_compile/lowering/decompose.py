@@ -10,6 +10,7 @@ from loka_compile.lowering.decomposition_table import KEPT_WHOLE
 from loka_compile.lowering.inline import replace_with
 from loka_compile.ops import DECOMPOSITIONS
 
+
 def decompose(graph: fx.Graph) -> None:
     """Inline the reference of each remaining BlockNorm and the decomposition of each remaining HardSwish."""
     from torch._inductor.decomposition import select_decomp_table

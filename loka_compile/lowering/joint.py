@@ -111,7 +111,14 @@ def _lower(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> str
 
     def compute(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         out = provider.gemm(
-            a, matmul.a.transposed, b, matmul.b.transposed, recipe, out_dtype, a_bound=gemm.a_bound, b_bound=gemm.b_bound
+            a,
+            matmul.a.transposed,
+            b,
+            matmul.b.transposed,
+            recipe,
+            out_dtype,
+            a_bound=gemm.a_bound,
+            b_bound=gemm.b_bound,
         )
         return (out.float() + bias[0].float()).to(out_dtype) if bias else out
 

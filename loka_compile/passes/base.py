@@ -79,17 +79,17 @@ class Pass:
 
 
 def source_line(node: fx.Node) -> str:
-    """``file:line`` of the user's code that made this node, or "" where Dynamo did not record it."""
-    trace = node.meta.get("stack_trace") or node.stack_trace
-    if not trace:
-        return ""
-    for line in reversed(trace.splitlines()):
+    """``file:line`` of the user's code that made this node; where that is all torch's own, the module's path."""
+    for line in reversed((node.meta.get("stack_trace") or node.stack_trace or "").splitlines()):
         line = line.strip()
         if line.startswith("File "):
             path, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
-            # torch.nn's own lines say nothing to the user.
-            if "/torch/nn/" not in path:
+            if "/torch/nn/" not in path:  # torch.nn's own lines say nothing to the user
                 return f"{path}:{number}"
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        path, cls = next(reversed(stack.values()))
+        return f"{path} ({getattr(cls, '__name__', cls)})"
     return ""
 
 

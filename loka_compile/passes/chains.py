@@ -56,8 +56,13 @@ class Chain:
     @property
     def is_swish_norm(self) -> bool:
         """Whether this is ``x * sigmoid(norm(x))``."""
-        return self.gate is not None and self.norm is not None and skip_identity(self.gate.args[0]) is self.norm and (
-            not any(skip_identity(a) is self.norm for a in self.activation.args)  # type: ignore[union-attr]
+        return (
+            self.gate is not None
+            and self.norm is not None
+            and skip_identity(self.gate.args[0]) is self.norm
+            and (
+                not any(skip_identity(a) is self.norm for a in self.activation.args)  # type: ignore[union-attr]
+            )
         )
 
     @property

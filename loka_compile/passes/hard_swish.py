@@ -1,7 +1,7 @@
 """Replaces Swish behind a linear layer or its norm by HardSwish (paper section III-B.3).
 
-    silu(x), x * sigmoid(x)      ->   hardswish(x)
-    x * sigmoid(norm(x))         ->   x * hardsigmoid(norm(x))        (SwishNorm)
+silu(x), x * sigmoid(x)      ->   hardswish(x)
+x * sigmoid(norm(x))         ->   x * hardsigmoid(norm(x))        (SwishNorm)
 """
 
 from __future__ import annotations

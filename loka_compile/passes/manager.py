@@ -87,7 +87,9 @@ def check_outputs(gm: fx.GraphModule, expected: Sequence[torch.Tensor | None], p
             got = gm(*inputs)
     except Exception as error:
         names = ", ".join(p.name for p in passes)
-        raise PassError(f"the graph no longer runs after the passes {names}: {type(error).__name__}: {error}") from error
+        raise PassError(
+            f"the graph no longer runs after the passes {names}: {type(error).__name__}: {error}"
+        ) from error
     for index, (new, old) in enumerate(zip(got, expected, strict=True)):
         if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
             same = new.dtype == old.dtype and new.device == old.device and new.dim() == old.dim()

@@ -94,7 +94,9 @@ def snapshot(config: LokaConfig) -> tuple[Pass, ...]:
     for name in config.disable_passes:
         if name not in names:
             raise UnknownNameError("pass in option 'disable_passes'", name, names)
-    off = set(config.disable_passes) | {m for m in ("bias_removal", "block_norm", "hard_swish")} - set(config.active_mods)
+    off = set(config.disable_passes) | {m for m in ("bias_removal", "block_norm", "hard_swish")} - set(
+        config.active_mods
+    )
     return tuple(p for p in passes if p.name not in off)
 
 
