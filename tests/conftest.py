@@ -1,0 +1,55 @@
+"""What all tests share: GPU tests need a GPU, no test sees another one's caches, and no test is dead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter, which has to be chosen before the first of them is defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device: run `make test-gpu` on a machine that has one")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
+    """A public method of a Test class that pytest would not run is a test that somebody believes in."""
+    if isinstance(obj, type) and name.startswith("Test"):
+        methods = {m: f for m, f in vars(obj).items() if callable(f) and "Fixture" not in type(f).__name__}
+        dead = [m for m in methods if not m.startswith(("test", "_", "setup", "teardown"))]
+        if dead:
+            raise collector.CollectError(f"{obj.__qualname__} has methods that never run as tests: {', '.join(dead)}")
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Own table cache, no compiled graphs from another test or run, no graphs left in Dynamo.
+
+    A graph that comes from a compile cache is not lowered again, and its report then holds no GEMMs. What only saves
+    time (compiled C++, its headers) stays shared: ``force_disable_caches`` would make each compile seconds longer.
+    """
+    monkeypatch.setenv("LOKA_CACHE_DIR", str(tmp_path / "loka_cache"))
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A compile cache of this test's own, empty and switched on; for tests of what is cached."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor_cache"))
+    with inductor_config.patch(fx_graph_cache=True), functorch_config.patch(enable_autograd_cache=True):
+        yield tmp_path / "inductor_cache"
