@@ -8,11 +8,12 @@ Three steps, each of which keeps the one before honest:
 2. *Bounds* from every measured point ``(s_i, t_i)``: a shape is not faster than a measured one that it contains, and
    grows from one at most proportionally, up to an exponent::
 
-       max_i t_i * prod_d min(1, s_d / s_id)**GROWTH   <=  t(s)  <=  min_i t_i * prod_d max(1, s_d / s_id)**GROWTH
+       max_i t_i * prod_d min(1, s_d / s_id)**growth   <=  t(s)  <=  min_i t_i * prod_d max(1, s_d / s_id)**growth
 
-   Both sides are monotone and continuous, so clipping the model to them is too. At ``s_i`` they meet, and their
-   influence fades with the distance between the logarithms of the shapes: this is the correction of the model.
-3. A measured shape answers with its measurement. That differs from step 2 only where measurements contradict the bounds
+   ``growth`` is ``GROWTH``, or as much more as the points themselves need to obey the bounds. Both sides are monotone
+   and continuous, so clipping the model to them is too. At ``s_i`` they meet, and their influence fades with the
+   distance between the logarithms of the shapes: this is the correction of the model.
+3. A measured shape answers with its measurement. That differs from step 2 only where measurements contradict each other
    (a kernel that is faster on a larger shape), and is then the one place where the surface is not monotone.
 """
 
@@ -24,9 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-#: Exponent of growth per dimension. Above 1 because doubling a dimension was seen to cost up to 2.13 times (fewer hits
-#: in L2, a last wave of tiles that is partly empty).
+#: Smallest exponent of growth per dimension. Above 1 because doubling a dimension was seen to cost up to 2.13 times
+#: (fewer hits in L2, a last wave of tiles that is partly empty).
 GROWTH = 1.1
+#: Largest one. Steeper bounds say nothing any more; points that need it contradict each other.
+MAX_GROWTH = 4.0
 #: Fewer points than this do not carry a model: only the measured shapes themselves have a cost then.
 MIN_POINTS = 4
 
@@ -54,13 +57,14 @@ class Surface:
         self._features = features
         self._least = least
         self._log_shapes = np.log(np.array([_positive(s) for s in self.points], dtype=np.float64))
-        self._log_times = np.log(np.array(list(self.points.values()), dtype=np.float64))
+        self._times = np.array(list(self.points.values()), dtype=np.float64)
+        #: Exponent of the bounds (step 2).
+        self.growth = _growth(self._log_shapes, np.log(self._times))
         #: Fitted coefficients, one per feature, or None when there are too few points.
         self.coefficients: Array | None = None
         if len(self.points) >= MIN_POINTS:
             matrix = np.array([features(s) for s in self.points], dtype=np.float64)
-            times = np.array(list(self.points.values()), dtype=np.float64)
-            self.coefficients = fit_relative(matrix, times)
+            self.coefficients = fit_relative(matrix, self._times)
 
     def model(self, shape: Shape) -> float | None:
         """The fitted model alone (step 1), or None when there are too few points."""
@@ -78,8 +82,8 @@ class Surface:
         if value is None:
             return None
         gap = np.log(np.array(_positive(shape), dtype=np.float64)) - self._log_shapes
-        lower = float(np.exp(np.max(self._log_times + GROWTH * np.minimum(gap, 0).sum(axis=1))))
-        upper = float(np.exp(np.min(self._log_times + GROWTH * np.maximum(gap, 0).sum(axis=1))))
+        lower = float(np.max(self._times * np.exp(self.growth * np.minimum(gap, 0).sum(axis=1))))
+        upper = float(np.min(self._times * np.exp(self.growth * np.maximum(gap, 0).sum(axis=1))))
         return max(lower, min(value, upper))
 
 
@@ -108,6 +112,16 @@ def fit_relative(matrix: Array, times: Array) -> Array:
                 best, best_error = np.zeros(count), error
                 best[list(subset)] = solution
     return best
+
+
+def _growth(log_shapes: Array, log_times: Array) -> float:
+    """The smallest exponent in ``GROWTH..MAX_GROWTH`` with which no point lies outside the bounds of another."""
+    gaps = np.maximum(log_shapes[:, None, :] - log_shapes[None, :, :], 0).sum(axis=2)
+    rises = log_times[:, None] - log_times[None, :]
+    larger = gaps > 0
+    needed = float((rises[larger] / gaps[larger]).max(initial=0.0))
+    # A hair more, so that rounding does not put a point outside the bound that it defines.
+    return min(MAX_GROWTH, max(GROWTH, needed * (1 + 1e-9)))
 
 
 def _positive(shape: Shape) -> Shape:

@@ -242,8 +242,10 @@ def make_plan(
     Raises:
         ConfigError: a threshold is not a number in its range.
     """
-    _require("max_mere", max_mere, max_mere >= 0, "a number >= 0")
-    _require("min_speedup", min_speedup, min_speedup > 0, "a number > 0")
+    if not (_is_number(max_mere) and max_mere >= 0):
+        raise ConfigError(f"option 'max_mere' is {max_mere!r}; legal: a number >= 0")
+    if not (_is_number(min_speedup) and min_speedup > 0):
+        raise ConfigError(f"option 'min_speedup' is {min_speedup!r}; legal: a number > 0")
     allowed = None if providers is None else frozenset(providers)
     groups: dict[tuple[str, str], dict[tuple[str, str], list[Measurement]]] = {}
     for row in table.rows:
@@ -359,6 +361,5 @@ def _last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _require(name: str, value: object, ok: bool, legal: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok:
-        raise ConfigError(f"option {name!r} is {value!r}; legal: {legal}")
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
