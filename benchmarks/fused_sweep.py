@@ -148,7 +148,7 @@ def check():
         y = torch.full((m, n), float("nan"), dtype=torch.float32, device="cuda")
         q = torch.full((m, n), float("nan"), device="cuda").to(FP8)
         rstd = torch.full_like(t["rstd"], float("nan"))
-        c = C(64 if m < 2048 else 128, 256, 128, 8, 3, tma=tma, persistent=persistent, tma_epilogue=tma)
+        c = C(64 if m < 2048 else 128, 256, 64, 8, 2, tma=tma, persistent=persistent, tma_epilogue=tma)
         gemm_block_norm.launch(t["a"], t["b"], t["s"], t["s"], y, rstd, q, block=256, eps=1e-5, fast=True, config=c)
         worst[f"y {m},{n},{k} {tma} {persistent}"] = relative(y, ref)
         worst[f"q {m},{n},{k} {tma} {persistent}"] = relative(q.float() / 16, F.hardswish(ref))
@@ -178,7 +178,7 @@ def check():
         worst[f"split {m},{n},{k} {tma}"] = relative(p.sum(0), z)
     ws = [torch.randn(a, b, device="cuda").bfloat16() for a, b in [(2048, 2048), (384, 448), (7, 13), (256, 256), (100, 300), (1, 1), (512, 64), (3456, 448), (9, 9)]]
     ws.append(torch.zeros(30, 40, device="cuda").bfloat16())
-    for w, q, t, s in zip(ws, *cast.quantize_weights(ws, FP8, with_qt=True), strict=True):
+    for w, q, t, s in zip(ws, *cast.quantize_weights(ws, FP8, [True] * len(ws)), strict=True):
         worst[f"w {tuple(w.shape)}"] = relative(q.float() * s, w.double() + 1e-30) + (q.float() - t.float().T).abs().max().item()
     return worst
 
@@ -246,7 +246,7 @@ def main():
         report("block_norm_backward", (m, n), arms)
     for n in (512, 1024, 2048, 4096):
         sets = [[torch.randn(n, n, device="cuda").bfloat16() for _ in range(4)] for _ in range(3)]
-        arms = {f"weights x4 {bm}x{bn}/w{w}": [lambda t=t, bm=bm, bn=bn, w=w: cast.quantize_weights(t, FP8, with_qt=True, block_m=bm, block_n=bn, warps=w) for t in sets] for bm, bn, w in [(64, 128, 4), (128, 128, 8), (32, 128, 4), (64, 64, 4)]}
+        arms = {f"weights x4 {bm}x{bn}/w{w}": [lambda t=t, bm=bm, bn=bn, w=w: cast.quantize_weights(t, FP8, [True] * len(t), block_m=bm, block_n=bn, warps=w) for t in sets] for bm, bn, w in [(64, 128, 4), (128, 128, 8), (32, 128, 4), (64, 64, 4)]}
         report("weights", (n, n), arms)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "fused_sweep.json").write_text(json.dumps(results, indent=1))

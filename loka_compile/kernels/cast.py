@@ -8,10 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
-#: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
-AMAX_FLOOR = 1e-12
-LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
@@ -108,7 +106,7 @@ def _cast_weights_kernel(
             grid_n = tl.cdiv(ns[i], BLOCK_N)
             amax = _amax_of(PARTS + starts[i], starts[i + 1] - starts[i], FLOOR, CHUNK)
             if local == 0:
-                tl.store(SCALES + i, amax / LIMIT)
+                tl.store(SCALES[i], amax / LIMIT)
             _cast_tile(
                 XS[i], QS[i], QTS[i], LIMIT / amax, local // grid_n, local % grid_n, ms[i], ns[i], LIMIT, True,
                 WRITE_QT, BLOCK_M, BLOCK_N,
@@ -121,32 +119,38 @@ GROUP = 8
 
 @torch.no_grad()
 def quantize_weights(
-    weights: list[Tensor], dtype: torch.dtype, *, with_qt: bool, block_m: int = 64, block_n: int = 128, warps: int = 4
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Every weight [N, K] tensorwise in FP8, the transposes [K, N] (empty unless with_qt), and the scales (shape []).
+    weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool], *, block_m: int = 64, block_n: int = 128,
+    warps: int = 4,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Every weight [N, K] tensorwise in FP8, the transposes [K, N] (empty where not asked for), the scales (shape []).
 
-    Two launches for each group of eight weights: maxima of tiles, then the cast.
+    Two launches (maxima of tiles, then the cast) for each group of up to eight weights that want the same outputs.
     """
-    qs, qts, scales = [], [], []
-    for first in range(0, len(weights), GROUP):
-        group = [w if w.is_contiguous() else w.contiguous() for w in weights[first : first + GROUP]]
-        device = group[0].device
-        starts = [0]
-        for w in group:
-            starts.append(starts[-1] + triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n))
-        q = [torch.empty_like(w, dtype=dtype) for w in group]
-        qt = [torch.empty((w.shape[1], w.shape[0]) if with_qt else (0,), dtype=dtype, device=device) for w in group]
-        parts = torch.empty((starts[-1],), dtype=torch.float32, device=device)
-        scale = torch.empty((len(group),), dtype=torch.float32, device=device)
-        ms, ns = tuple(w.shape[0] for w in group), tuple(w.shape[1] for w in group)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
-        grid = (starts[-1],)
-        _amax_weights_kernel[grid](tuple(group), parts, tuple(starts), ms, ns, COUNT=len(group), **blocks)
-        _cast_weights_kernel[grid](
-            tuple(group), tuple(q), tuple(qt), parts, scale, tuple(starts), ms, ns, COUNT=len(group),
-            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, WRITE_QT=with_qt, **blocks,
-        )  # fmt: skip
-        qs += q
-        qts += qt
-        scales += list(scale.unbind())
-    return qs, qts, scales
+    q = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in weights]
+    qt = [
+        torch.empty((w.shape[1], w.shape[0]) if t else (0,), dtype=dtype, device=w.device)
+        for w, t in zip(weights, with_qt, strict=True)
+    ]
+    # What an empty weight gets, and a placeholder for the others.
+    scales = [torch.full((), AMAX_FLOOR / LIMITS[dtype], device=w.device) if not w.numel() else w for w in weights]
+    for transposed in (False, True):
+        chosen = [i for i, w in enumerate(weights) if with_qt[i] == transposed and w.numel()]
+        for first in range(0, len(chosen), GROUP):
+            group = chosen[first : first + GROUP]
+            ws = tuple(weights[i].contiguous() for i in group)
+            starts = [0]
+            for w in ws:
+                starts.append(starts[-1] + triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n))
+            parts = torch.empty((starts[-1],), dtype=torch.float32, device=ws[0].device)
+            scale = tuple(torch.empty((), dtype=torch.float32, device=w.device) for w in ws)
+            ms, ns = tuple(w.shape[0] for w in ws), tuple(w.shape[1] for w in ws)
+            blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+            grid = (starts[-1],)
+            _amax_weights_kernel[grid](ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
+            _cast_weights_kernel[grid](
+                ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, tuple(starts), ms, ns,
+                COUNT=len(ws), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, WRITE_QT=transposed, **blocks,
+            )  # fmt: skip
+            for i, s in zip(group, scale, strict=True):
+                scales[i] = s
+    return q, qt, scales

@@ -6,7 +6,6 @@ configurations are measured with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import device as dev
-
-TYPES = {torch.float8_e4m3fn: (tl.float8e4nv, 448.0), torch.float8_e5m2: (tl.float8e5, 57344.0)}
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tile, pipeline depth and loading method of one GEMM kernel."""
-
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 128
-    warps: int = 8
-    stages: int = 3
-    group_m: int = 8
-    tma: bool = False
-    persistent: bool = False
-    tma_epilogue: bool = False
+from loka_compile.kernels.config import GemmConfig
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import device as dev
-from loka_compile.kernels.gemm_block_norm import GemmConfig, can_use_tma
+from loka_compile.kernels.config import GemmConfig
+from loka_compile.kernels.gemm_block_norm import can_use_tma
 
 
 @triton.jit

@@ -1,0 +1,276 @@
+"""Chains of linear + norm + activation: compiled bf16, torchao float8 and loka_compile side by side (issue 5).
+
+    python benchmarks/chain.py --out results/            # everything
+    python benchmarks/chain.py --only inference --widths 1024 2048 --arms A B E
+
+Arms: A the original model (bias, LayerNorm, SiLU), bf16, Inductor. A' the same with max-autotune. B the Mods by hand
+(no bias, BlockNorm, HardSwish), bf16, Inductor. C and D torchao float8 on the models of A and B (every recipe; the best
+counts). E ``backend="loka"`` on the model of A. Input arrives and output leaves in bf16. Medians of CUDA-graph replays,
+arms interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from _timing import measure
+
+from loka_compile.plan import Decision, Plan
+
+LAYERS = 4
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def original(width_in: int, width: int, layers: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for index in range(layers):
+        parts += [nn.Linear(width_in if index == 0 else width, width), nn.LayerNorm(width), nn.SiLU()]
+    return nn.Sequential(*parts).cuda().bfloat16()
+
+
+class BlockNorm(nn.Module):
+    """In plain torch, so that arms B and D know nothing of loka_compile."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] % 256:
+            parts = x.float().split(256, dim=-1)
+            return torch.cat([p * torch.rsqrt(p.square().mean(-1, keepdim=True) + 1e-5) for p in parts], -1).to(x.dtype)
+        parts = x.float().unflatten(-1, (-1, 256))
+        return (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-5)).flatten(-2).to(x.dtype)
+
+
+def modded(model: nn.Sequential) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for module in model:
+        if isinstance(module, nn.Linear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=False).cuda().bfloat16()
+            linear.weight.data.copy_(module.weight.data)
+            parts.append(linear)
+        else:
+            parts.append(BlockNorm() if isinstance(module, nn.LayerNorm) else nn.Hardswish())
+    return nn.Sequential(*parts)
+
+
+def plan_of(model: nn.Module, first: str, rest: str, roles: tuple[str, ...] = ("forward", "grad_input", "grad_weight")) -> Plan:
+    decisions, seen = [], 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            for role in ("forward", "grad_input", "grad_weight"):
+                candidate = (first if seen == 0 else rest) if role in roles else "high_precision:native"
+                provider, recipe = candidate.split(":")
+                decisions.append(Decision(f"{name}#0", role, provider, recipe, "benchmark", None, None, ()))
+            seen += 1
+    return Plan(tuple(decisions))
+
+
+def _hook_fusion() -> None:
+    """Install the fusion passes where the backend does not call them yet."""
+    from loka_compile.lowering import hooks
+    from loka_compile.lowering.fused.forward import fuse
+    from loka_compile.lowering.fused.joint import fuse_joint
+
+    if hasattr(hooks, "fuse") or getattr(hooks, "_bench_patched", False):
+        return
+    hooks._bench_patched = True
+    lower, take_apart, reports = hooks.lower_gemms, hooks.decompose, []
+
+    def lower_gemms(graph, plan, report, **kwargs):
+        reports.append(report)
+        done = lower(graph, plan, report, **kwargs)
+        fuse_joint(graph, report)
+        return done
+
+    def decompose(graph):
+        fuse(graph, reports[-1])
+        return take_apart(graph)
+
+    hooks.lower_gemms, hooks.decompose = lower_gemms, decompose
+
+
+def loka(model: nn.Module, plan: Plan, training: bool) -> nn.Module:
+    _hook_fusion()
+
+    options = {"plan": plan, "fx_graph_cache": False}
+    if not training:
+        options["freezing"] = True
+    return torch.compile(model, backend="loka", options=options)
+
+
+def torchao(model: nn.Module, recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = convert_to_float8_training(copy.deepcopy(model), config=Float8LinearConfig.from_recipe_name(recipe))
+    return torch.compile(model)
+
+
+def arms(model: nn.Sequential, training: bool, wanted: list[str]) -> dict[str, object]:
+    made: dict[str, object] = {}
+    mods = modded(model)
+    if "A" in wanted:
+        made["A"] = lambda: torch.compile(copy.deepcopy(model))
+    if "A'" in wanted:
+        made["A'"] = lambda: torch.compile(copy.deepcopy(model), mode="max-autotune-no-cudagraphs")
+    if "B" in wanted:
+        made["B"] = lambda: torch.compile(copy.deepcopy(mods))
+    for name, base in (("C", model), ("D", mods)):
+        if name in wanted:
+            for recipe in TORCHAO:
+                made[f"{name} torchao {recipe}"] = lambda base=base, recipe=recipe: torchao(base, recipe)
+    fp8, high = "torch:tensorwise_fast", "high_precision:native"
+    if "E" in wanted:
+        made["E all FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8), training)
+        made["E first bf16"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, fp8), training)
+        made["E no FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, high), training)
+    return made
+
+
+def step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor | None):
+    def inference():
+        with torch.no_grad():
+            return model(x)
+
+    def training():
+        for p in model.parameters():
+            p.grad = None
+        model(x).backward(grad)
+
+    return training if grad is not None else inference
+
+
+def run_case(name: str, batch: int, width_in: int, width: int, layers: int, training: bool, wanted: list[str], log) -> dict:
+    torch.manual_seed(0)
+    model = original(width_in, width, layers)
+    if not training:
+        model.eval().requires_grad_(False)
+    inputs = [torch.randn(batch, width_in, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    grad = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16) / batch if training else None
+    calls, extra = {}, {}
+    reference = None
+    for arm, make in arms(model, training, wanted).items():
+        torch._dynamo.reset()
+        try:
+            start = time.time()
+            compiled = make()
+            steps = [step(compiled, x, grad) for x in inputs]
+            out = steps[0]()
+            torch.cuda.synchronize()
+            extra[arm] = {"first_call_s": round(time.time() - start, 2)}
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            steps[0]()
+            torch.cuda.synchronize()
+            extra[arm]["peak_mb"] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+            with torch.no_grad():
+                value = compiled(inputs[0]).double() if training else out.double()
+            if arm == "B":
+                reference = value
+            if arm.startswith("E") and reference is not None:
+                extra[arm]["output_vs_B"] = round(((value - reference).norm() / reference.norm()).item(), 4)
+            calls[arm] = steps
+        except Exception as error:
+            extra[arm] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            log(traceback.format_exc()[-1500:])
+    times = measure(calls, rounds=20)
+    log(f"{name}: " + " | ".join(f"{arm} {us:.1f}" for arm, us in times.items()))
+    log(f"    {json.dumps(extra)}")
+    return {"case": name, "us": times, "extra": extra}
+
+
+def fig13(log) -> list[dict]:
+    """One layer forward at batch 1024: the Mods stacked one after another, then FP8 with fusion."""
+    rows = []
+    pairs = ((256, 256), (7680, 256), (512, 512), (7680, 512), (4096, 2048), (4096, 2560), (2048, 4096), (2560, 4096), (256, 7680))
+    for k, n in pairs:
+        torch._dynamo.reset()
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / math.sqrt(k)
+        bias, gain = torch.zeros(n, device="cuda", dtype=torch.bfloat16), torch.ones(n, device="cuda", dtype=torch.bfloat16)
+        xs = [torch.randn(1024, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(3, min(32, (120 << 20) // (2 * (1024 * k + n * k)))))]
+        block = BlockNorm()
+        stages = {
+            "original": lambda x, w=weight: F.silu(F.layer_norm(F.linear(x, w, bias), (n,), gain, bias)),
+            "no bias": lambda x, w=weight: F.silu(F.layer_norm(F.linear(x, w), (n,), gain, bias)),
+            "BlockNorm": lambda x, w=weight: F.silu(block(F.linear(x, w))),
+            "HardSwish": lambda x, w=weight: F.hardswish(block(F.linear(x, w))),
+        }
+        calls = {}
+        for stage, fn in stages.items():
+            compiled = torch.compile(fn)
+            calls[stage] = [lambda x=x, c=compiled: c(x) for x in xs]
+        model = original(k, n, 1).eval().requires_grad_(False)
+        for first, label in (("torch:tensorwise_fast", "FP8 + fusion"), ("high_precision:native", "fusion alone")):
+            compiled = loka(copy.deepcopy(model), plan_of(model, first, first), False)
+            calls[label] = [step(compiled, x, None) for x in xs]
+        # In a chain the operand arrives in FP8 from the layer before: time the second of two equal layers' kernels.
+        with torch.no_grad():
+            times = measure(calls, rounds=20)
+        log(f"fig13 {k}x{n}: " + " | ".join(f"{s} {us:.1f}" for s, us in times.items()))
+        rows.append({"pair": [k, n], "us": times})
+    return rows
+
+
+def versions() -> dict[str, str]:
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    from importlib import metadata
+
+    for name in ("triton", "torchao"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    driver = Path("/proc/driver/nvidia/version")
+    found["driver"] = driver.read_text().split("Module")[-1].split()[0] if driver.exists() else "unknown"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--only", choices=("inference", "training", "fig13"), action="append")
+    parser.add_argument("--widths", type=int, nargs="*", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--arms", nargs="*", default=["A", "A'", "B", "C", "D", "E"])
+    parser.add_argument("--large", action="store_true", help="also the training step at batch 16384, width 1024")
+    options = parser.parse_args()
+    only = options.only or ["inference", "training", "fig13"]
+    results = {"versions": versions(), "command": " ".join(sys.argv), "cases": [], "fig13": []}
+    start = time.time()
+
+    def log(text: str) -> None:
+        print(f"[{time.time() - start:5.0f}s] {text}", flush=True)
+
+    def save() -> None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "chain.json").write_text(json.dumps(results, indent=1))
+
+    cases = [("inference", 4096, w) for w in options.widths if "inference" in only]
+    cases += [("training", 4096, w) for w in options.widths if "training" in only]
+    cases += [("training", 16384, 1024)] if options.large else []
+    for kind, batch, width in cases:
+        results["cases"].append(
+            run_case(f"{kind} {batch}x{width}", batch, width, width, LAYERS, kind == "training", options.arms, log)
+        )
+        save()
+        gc.collect()
+        torch.cuda.empty_cache()
+    if "fig13" in only:
+        results["fig13"] = fig13(log)
+    save()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+    main()

@@ -1,0 +1,103 @@
+"""Inductor's Triton templates. Private: ``select_algorithm``, ``kernel.mm_common``, ``lowering``, ``ir`` (2.11 to 2.14).
+
+Differences that matter here: ``TritonTemplate`` asserts that its name is new (2.11 to 2.13; later it tolerates the same
+source); a single choice needs no ``autotune_select_algorithm``, whose result changed from a node to a pair in 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def template(name: str, source: str, *, persistent: bool) -> Any:
+    """The Triton template of that name, made once per process."""
+    from torch._inductor.kernel.mm_common import mm_grid, persistent_mm_grid
+    from torch._inductor.select_algorithm import TritonTemplate
+
+    existing = TritonTemplate.all_templates.get(name)
+    if existing is not None:
+        return existing
+    return TritonTemplate(name=name, grid=persistent_mm_grid if persistent else mm_grid, source=source)
+
+
+def render(made: Any, name: str, inputs: Sequence[Any], layout: Any, **options: Any) -> Any:
+    """The lowered result of the template with one fixed configuration.
+
+    Raises:
+        NotImplementedError: the template cannot be generated for these inputs.
+    """
+    choices: list[Any] = []
+    error = made.maybe_append_choice(choices, input_nodes=tuple(inputs), layout=layout, **options)
+    if error is not None:
+        raise error
+    return choices[0].output_node()
+
+
+def realized(*nodes: Any) -> list[Any]:
+    """Inputs of a template must be buffers."""
+    from torch._inductor.select_algorithm import realize_inputs
+
+    out = realize_inputs(*nodes)
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def output_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
+    """A contiguous layout that Inductor must not change."""
+    from torch._inductor.ir import FixedLayout
+
+    return FixedLayout(device, dtype, list(size))
+
+
+def empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """A buffer that a template may write besides its output ("mutated input")."""
+    from torch._inductor.lowering import empty_strided
+
+    buffer = empty_strided(list(size), None, dtype=dtype, device=device)
+    buffer.realize()
+    return buffer
+
+
+def register(op: Any, lower: Callable[..., Any]) -> None:
+    """Make ``lower`` Inductor's lowering of ``op``, unless it has one."""
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if op not in lowerings:
+        register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def size_of(size: Any, fallback: int) -> int:
+    """A dimension's value for choosing a configuration; adds no guard. ``optimization_hint`` is in 2.11 to 2.14."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size, fallback=fallback))
+
+
+def multiple_of(size: Any, factor: int) -> bool:
+    """Whether ``size`` is known to be a multiple of ``factor``, without a guard."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.sizevars.statically_known_multiple_of(size, factor))
+
+
+def equals(size: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, without a guard."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.sizevars.statically_known_equals(size, other))
+
+
+def is_aligned(node: Any) -> bool:
+    """Whether the buffer surely starts on 16 bytes."""
+    from torch._inductor.virtualized import V
+
+    return node.get_name() not in V.graph.unaligned_buffers and equals(node.get_layout().offset, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors that a persistent kernel may fill; 132 (an H200) where there is no GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,86 @@
+"""What each kernel of this room computes, in plain torch: the twins that tests and the CPU use. fp32 (fp64 if given)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+#: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
+AMAX_FLOOR = 1e-12
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in fp32, or fp64 if it is that already."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def to_fp8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """``x * factor``, saturated, as FP8."""
+    return (wide(x) * factor).clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+    """``a [M, K] @ b [K, N]`` times the scales (both scalar, or [M, 1] and [1, N]), not rounded to 16 bits."""
+    out = wide(a) @ wide(b)
+    if scale_a is not None and scale_b is not None:
+        out = out * scale_a * scale_b
+    return out
+
+
+def block_norm(x: Tensor, block: int, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS normalisation of each block of columns; the last block may be short. y like x, rstd [M, blocks]."""
+    parts = wide(x).split(block, dim=1)
+    rstd = [torch.rsqrt(p.square().mean(1, keepdim=True) + eps) for p in parts]
+    return torch.cat([p * r for p, r in zip(parts, rstd, strict=True)], 1), torch.cat(rstd, 1)
+
+
+def gemm_block_norm_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``y = BlockNorm(a @ b * scales)`` in out_dtype and rstd; the product is normalised before it is rounded."""
+    y, rstd = block_norm(scaled_product(a, b, scale_a, scale_b), block, eps)
+    return y.to(out_dtype), rstd
+
+
+def block_norm_backward_ref(
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool
+) -> Tensor:  # fmt: skip
+    """``rstd * (g - y * mean(g * y))`` in each block, with ``g = grad * HardSwish'(y)`` if hardswish; wide."""
+    g, y = wide(grad), wide(y)
+    if hardswish:
+        g = torch.ops.aten.hardswish_backward(g, y)
+    out = []
+    for gp, yp, r in zip(g.split(block, 1), y.split(block, 1), rstd.split(1, 1), strict=True):
+        out.append(r * (gp - yp * (gp * yp).mean(1, keepdim=True)))
+    return torch.cat(out, 1)
+
+
+def hardswish_fp8_ref(y: Tensor, factor: float) -> Tensor:
+    """``fp8(HardSwish(y) * factor)`` in e4m3."""
+    return to_fp8(F.hardswish(wide(y)), factor, torch.float8_e4m3fn)
+
+
+def cast_transpose_ref(x: Tensor, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x in FP8, the same transposed and contiguous, and the scale; ``parts`` are maxima of |x| that cover x."""
+    amax = parts.max().to(torch.float32).clamp(min=AMAX_FLOOR)
+    q = to_fp8(x, LIMITS[dtype] / amax, dtype)
+    return q, q.t().clone(memory_format=torch.contiguous_format), amax / LIMITS[dtype]
+
+
+def quantize_weights_ref(weights: list[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Each weight tensorwise in FP8, the transposes, the scales."""
+    triples = [cast_transpose_ref(w, w.abs().max(), dtype) for w in weights]
+    return [t[0] for t in triples], [t[1] for t in triples], [t[2] for t in triples]
+
+
+def gemm_split_k_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, step: int
+) -> Tensor:
+    """fp32 [splits, M, N]: partial products over runs of ``step`` elements of K; missing runs are zero."""
+    parts = []
+    for s in range(splits):
+        cut = slice(s * step, (s + 1) * step)
+        parts.append(scaled_product(a[:, cut], b[cut], scale_a, scale_b))
+    return torch.stack(parts)

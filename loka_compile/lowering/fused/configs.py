@@ -1,0 +1,50 @@
+"""Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
+
+``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
+bounds M, N, K or the number of 128x256 output tiles. A kernel may name no configuration for a shape: then it is not
+used there, because it was not faster than its parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from loka_compile.kernels.config import GemmConfig
+
+_DATA = Path(__file__).parents[2] / "data" / "fused_h200.json"
+
+
+@functools.cache
+def _rules() -> dict[str, list[dict[str, Any]]]:
+    data: dict[str, Any] = json.loads(_DATA.read_text())
+    return data["kernels"]
+
+
+def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) -> dict[str, Any] | None:
+    """The first rule of ``kernel`` that holds for ``[m, k] @ [k, n]`` with operands of ``itemsize`` bytes, or None.
+
+    Without ``fast`` accumulation a second accumulator needs registers, so that tiles must be smaller.
+    """
+    tiles = -(-m // 128) * -(-n // 256)
+    sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "itemsize": itemsize, "fast": int(fast or itemsize > 1)}
+    for rule in _rules()[kernel]:
+        when = rule.get("when", {})
+        if all(low <= sizes[name] <= high for name, (low, high) in when.items()):
+            return rule
+    return None
+
+
+def config_for(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) -> GemmConfig:
+    """The configuration for a shape; the general one where the kernel would not be chosen for it."""
+    rule = find(kernel, m, n, k, itemsize, fast)
+    return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
+
+
+def splits_for(m: int, n: int, k: int, itemsize: int) -> int:
+    """Into how many parts to cut the contraction; 1 is not at all."""
+    rule = find("gemm_split_k", m, n, k, itemsize)
+    return 1 if rule is None else int(rule.get("splits", 1))
+

@@ -1,0 +1,242 @@
+"""Forward fusion, on a graph as Inductor is about to lower it: GEMM -> (cast) -> BlockNorm becomes one operator.
+
+The operator's template takes Inductor's pointwise epilogue (HardSwish, gate, residual, cast, FP8 quantisation), so that
+linear, norm, activation and the next layer's quantisation are one kernel. Anything that cannot be fused is left alone
+with the reason in the report; nothing is fused on a CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from loka_compile._compat.shapes import size_hint
+from loka_compile.lowering.fused import configs, lowerings, ops
+from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, copy_meta, dtype_of, emit, is_call, result
+from loka_compile.lowering.roles import site_of
+from loka_compile.report import Report
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+#: Widest block that fits a tile of the kernels.
+MAX_BLOCK = 256
+#: Narrowest last block (issue 5): below it the mean of squares is taken over too few values.
+MIN_LAST_BLOCK = 128
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The GEMM in front of a BlockNorm."""
+
+    node: fx.Node
+    #: Nodes between the GEMM and the norm, GEMM included.
+    path: tuple[fx.Node, ...]
+    a: fx.Node
+    b: fx.Node
+    scale_a: fx.Node | None
+    scale_b: fx.Node | None
+    fast: bool
+
+
+def fuse(graph: fx.Graph, report: Report) -> int:
+    """Fuse every GEMM with the BlockNorm behind it; returns how many were fused. ``graph`` is changed in place.
+
+    To run in ``post_grad_custom_pre_pass``, on forward and backward graphs (under activation checkpointing the backward
+    recomputes the forward with the same kernels), before what is left of BlockNorm is decomposed.
+    """
+    fused = 0
+    for node in list(graph.nodes):
+        if not is_call(node, torch.ops.loka.block_norm.default):
+            continue
+        product = _product_of(node)
+        reason = "its input is not a GEMM's result" if product is None else _refusal(node, product)
+        name = site_of(product.node if product is not None else node) or node.name
+        if reason or product is None:
+            report.fusions.append(f"{name}: BlockNorm not fused with the GEMM: {reason}")
+            continue
+        report.fusions.append(f"{name}: {_rewrite(graph, node, product)}")
+        fused += 1
+    if fused:
+        lowerings.register()
+        graph.eliminate_dead_code()
+    logger.info("fused %d GEMMs with their BlockNorm", fused)
+    return fused
+
+
+def on_this_device(value: torch.Tensor) -> str:
+    """Why the kernels cannot run on the device of ``value``, or ""."""
+    if value.device.type != "cuda":
+        return f"the fused kernels are for CUDA, not {value.device.type}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(value.device) < (8, 9):
+        return "FP8 needs a GPU of compute capability 8.9"
+    return ""
+
+
+def block_refusal(n: Any, block: int) -> str:
+    """Why rows of n features in blocks of ``block`` do not fit the kernels, or ""."""
+    if not isinstance(n, int):
+        return "the number of features is not known when compiling"
+    if block > MAX_BLOCK or block & (block - 1):
+        return f"a block of {block} does not fit a tile of {MAX_BLOCK} columns"
+    if n > MAX_BLOCK and 0 < n % block < min(MIN_LAST_BLOCK, block):
+        return f"{n} features leave a last block of {n % block}"
+    return ""
+
+
+def _product_of(norm: fx.Node) -> Product | None:
+    """Walk from the norm's input over casts, aliases and views of the rows to the GEMM."""
+    node = norm.args[0]
+    width = norm.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+    path: list[fx.Node] = []
+    while isinstance(node, fx.Node):
+        path.append(node)
+        if is_call(node, aten.mm.default):
+            return Product(node, tuple(path), node.args[0], node.args[1], None, None, True)  # type: ignore[arg-type]
+        if is_call(node, aten._scaled_mm.default):
+            a, b, scale_a, scale_b, *rest = node.args
+            bias, scale_result, _, fast = [*rest, *[None] * (4 - len(rest))]
+            if bias is not None or scale_result is not None or node.kwargs:
+                return None
+            return Product(node, tuple(path), a, b, scale_a, scale_b, bool(fast))  # type: ignore[arg-type]
+        keeps_rows = is_call(node, *_VIEWS) and node.args[0].meta["val"].shape[-1] == width  # type: ignore[union-attr]
+        if not (is_call(node, *CONVERT, *ALIAS) or keeps_rows):
+            return None
+        node = node.args[0]
+    return None
+
+
+def _refusal(norm: fx.Node, product: Product) -> str:
+    value = product.node.meta["val"]
+    reason = on_this_device(value) or block_refusal(value.shape[1], int(norm.args[1]))  # type: ignore[arg-type]
+    if reason:
+        return reason
+    if any(len(node.users) > 1 for node in product.path):
+        return "the GEMM's result is read by others as well"
+    operand = dtype_of(product.a)
+    if operand not in (*FP8, torch.bfloat16, torch.float16):
+        return f"{operand} operands have no fused kernel"
+    if operand not in FP8 and dtype_of(product.b) != operand:
+        return "the operands' dtypes differ"
+    if operand in FP8:
+        scales = [s.meta["val"].numel() for s in (product.scale_a, product.scale_b) if s is not None]
+        m, n = value.shape
+        if scales != [1, 1] and [s == size for s, size in zip(scales, (m, n), strict=True)] != [True, True]:
+            return "its scales are in blocks"
+    if any(dtype_of(node) == torch.float64 for node in product.path):
+        return "float64 has no fused kernel"
+    m, n, k = _sizes(product)
+    if m is None or n is None or k is None:
+        return "its size is unknown when compiling"
+    if configs.find("gemm_block_norm", m, n, k, operand.itemsize, product.fast) is None:
+        return f"at {m}x{n}x{k} the fused kernel was not measured to be faster"
+    return ""
+
+
+def _sizes(product: Product) -> tuple[int | None, int | None, int | None]:
+    (m, k), n = product.a.meta["val"].shape, product.b.meta["val"].shape[1]
+    return size_hint(m), size_hint(n), size_hint(k)
+
+
+def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
+    """Put the fused operator in the place of GEMM and norm; returns what it swallowed, in words."""
+    block, eps = int(norm.args[1]), _eps(norm)  # type: ignore[arg-type]
+    y, rstd = result(norm, 0), result(norm, 1)
+    m, n, k = _sizes(product)
+    assert m is not None and n is not None and k is not None
+    splits = configs.splits_for(m, n, k, dtype_of(product.a).itemsize)
+    kind = "FP8" if dtype_of(product.a) in FP8 else str(dtype_of(product.a)).removeprefix("torch.")
+    operands = (product.a, product.b, product.scale_a, product.scale_b)
+    if splits > 1:
+        _split(graph, norm, product, operands, splits)
+        return f"{kind} GEMM cut into {splits} along K ({m}x{n}x{k} has too few tiles), summed with BlockNorm"
+    out_dtype = norm.meta["val"][0].dtype
+    with graph.inserting_before(norm):
+        new_y, new_rstd = emit(
+            graph, product.node, torch.ops.loka.gemm_block_norm.default,
+            (*operands, block, eps, out_dtype, product.fast, rstd is not None),
+        )  # fmt: skip
+        new_y = _reshaped(graph, new_y, norm.meta["val"][0])
+        if rstd is not None:
+            new_rstd = _reshaped(graph, new_rstd, norm.meta["val"][1])
+    if y is not None:
+        y.replace_all_uses_with(new_y)
+    if rstd is not None:
+        rstd.replace_all_uses_with(new_rstd)
+    followed = _cheapen_hardswish(graph, new_y)
+    saved = " (y and rstd kept for the backward)" if rstd is not None else ""
+    return f"{kind} GEMM + BlockNorm({block}){followed} in one kernel{saved}"
+
+
+def _split(
+    graph: fx.Graph, norm: fx.Node, product: Product, operands: tuple[fx.Node | None, ...], splits: int
+) -> None:
+    """GEMM in parts; the sum is pointwise to Inductor, which makes one kernel of it, the norm and what follows."""
+    last = product.path[0]
+    with graph.inserting_before(product.node):
+        (parts,) = emit(
+            graph, product.node, torch.ops.loka.gemm_split_k.default, (*operands, splits, product.fast)
+        )  # fmt: skip
+        (total,) = emit(graph, product.node, aten.sum.dim_IntList, (parts, [0]))
+        total = _reshaped(graph, total, last.meta["val"])
+        if dtype_of(total) != dtype_of(last):
+            (total,) = emit(
+                graph, product.node, torch.ops.prims.convert_element_type.default, (total, dtype_of(last))
+            )  # fmt: skip
+    last.replace_all_uses_with(total)
+
+
+def _reshaped(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
+    if node.meta["val"].dim() == like.dim():
+        return node
+    new = graph.call_function(aten.view.default, (node, list(like.shape)))
+    return copy_meta(new, node, like)
+
+
+def _eps(norm: fx.Node) -> float:
+    eps = norm.args[2] if len(norm.args) > 2 else None
+    return torch.finfo(torch.float32).eps if eps is None else float(eps)  # type: ignore[arg-type]
+
+
+def _cheapen_hardswish(graph: fx.Graph, y: fx.Node) -> str:
+    """HardSwish on a fused result multiplies by 1/6: a division per element is a tenth of the epilogue's time."""
+    found = ""
+    for node in list(y.users):
+        if not is_call(node, aten.hardswish.default):
+            continue
+        value = node.meta["val"]
+        with graph.inserting_before(node):
+            (wide,) = emit(graph, node, torch.ops.prims.convert_element_type.default, (y, torch.float32))
+            (shifted,) = emit(graph, node, aten.add.Tensor, (wide, 3.0))
+            (clipped,) = emit(graph, node, aten.clamp_min.default, (shifted, 0.0))
+            (clipped,) = emit(graph, node, aten.clamp_max.default, (clipped, 6.0))
+            (gated,) = emit(graph, node, aten.mul.Tensor, (wide, clipped))
+            (out,) = emit(graph, node, aten.mul.Tensor, (gated, 1.0 / 6.0))
+            (out,) = emit(graph, node, torch.ops.prims.convert_element_type.default, (out, value.dtype))
+        node.replace_all_uses_with(out)
+        graph.erase_node(node)
+        found = " + HardSwish"
+        if any(is_call(u, *CONVERT) for u in out.users):
+            found += _quantised_after(out)
+    return found
+
+
+def _quantised_after(node: fx.Node) -> str:
+    """ " + FP8 output" when a pointwise chain from ``node`` ends in an FP8 cast."""
+    seen = [node]
+    for current in seen:
+        for user in current.users:
+            if is_call(user, *CONVERT) and dtype_of(user) in FP8:
+                return " + FP8 output"
+            if is_call(user, *CONVERT, aten.mul.Tensor, aten.clamp_min.default, aten.clamp_max.default) and len(seen) < 32:
+                seen.append(user)
+    return ""
+
+
+__all__ = ["fuse", "operator", "ops"]

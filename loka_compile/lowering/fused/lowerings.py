@@ -1,0 +1,88 @@
+"""Inductor's lowerings of the fused operators: the GEMM becomes a Triton template, the rest stays a call of its kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from loka_compile._compat import inductor_templates as inductor
+from loka_compile.kernels.config import GemmConfig
+from loka_compile.lowering.fused import ops, template
+from loka_compile.lowering.fused.configs import config_for
+
+_TMA_BYTES = 16
+
+
+@functools.cache
+def register() -> None:
+    """Tell Inductor how to lower ``loka::gemm_block_norm``; the other fused operators need nothing but their kernels."""
+    inductor.register(torch.ops.loka.gemm_block_norm.default, lower_gemm_block_norm)
+
+
+def lower_gemm_block_norm(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, block: int, eps: float, out_dtype: torch.dtype, fast: bool,
+    with_rstd: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """One template with the shipped configuration; rstd is a second output, written only where it is asked for."""
+    scaled = scale_a is not None
+    a, b, *scales = inductor.realized(*([a, b, scale_a, scale_b] if scaled else [a, b]))
+    device = a.get_device()
+    (m, k), n = a.get_size(), b.get_size()[1]
+    columns = inductor.size_of(n, fallback=2048)
+    config = config_for(
+        "gemm_block_norm", inductor.size_of(m, fallback=4096), columns, inductor.size_of(k, fallback=2048),
+        a.get_dtype().itemsize, fast,
+    )  # fmt: skip
+    options = template_options(config, block, columns)
+    persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
+    made = inductor.template(
+        f"loka_gemm_block_norm_{'persistent' if persistent else 'tiled'}",
+        template.PERSISTENT if persistent else template.TILED,
+        persistent=persistent,
+    )
+    rstd = inductor.empty([m, ops.blocks_of(n, block)] if with_rstd else [0], torch.float32, device)
+    inputs = [a, b, *scales, *([rstd] if with_rstd else [])]
+    y = inductor.render(
+        made, "loka_gemm_block_norm", inputs, inductor.output_layout(device, out_dtype, [m, n]),
+        mutated_inputs=[rstd] if with_rstd else None,
+        SCALING=_scaling(scales), WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=inductor.multiprocessors(device),
+        EVEN_N=inductor.multiple_of(n, options["BLOCK_N"]), EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]),
+        ACC_TYPE="tl.float32", **options,
+    )  # fmt: skip
+    return y, rstd
+
+
+def template_options(config: GemmConfig, block: int, n: int) -> dict[str, int]:
+    """Tile sizes for rows of n features: a tile never cuts a block, and is not wider than the row needs."""
+    width = 1 << max(4, (n - 1).bit_length())
+    norm = min(block, width)
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": max(norm, min(config.block_n, width)),
+        "BLOCK_K": config.block_k,
+        "NORM": norm,
+        "GROUP_M": config.group_m,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def _scaling(scales: list[Any]) -> int:
+    """0: none, 1: one scale each, 2: one per row of A and per column of B."""
+    if not scales:
+        return 0
+    one_each = all(len(s.get_size()) == 0 or all(inductor.equals(d, 1) for d in s.get_size()) for s in scales)
+    return 1 if one_each else 2
+
+
+def _by_tma(node: Any, contiguous: int) -> bool:
+    """Descriptors need the contraction contiguous and rows that start on 16 bytes."""
+    stride = node.get_stride()
+    bytes_per_row = stride[1 - contiguous] * node.get_dtype().itemsize
+    return (
+        inductor.equals(stride[contiguous], 1)
+        and inductor.multiple_of(bytes_per_row, _TMA_BYTES)
+        and inductor.is_aligned(node)
+    )

@@ -1,0 +1,165 @@
+"""Recognises what the lowering left in the graph: tensorwise FP8 quantisation, and values behind casts and views."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+CONVERT = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+ALIAS = (aten.alias.default, aten.detach.default)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """Dtype of the tensor that a node makes."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether ``node`` calls one of ``targets``."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def strip(node: fx.Node, *targets: Any) -> fx.Node:
+    """The value behind casts between wide dtypes and aliases (and ``targets``); FP8 casts are not looked through."""
+    while is_call(node, *CONVERT, *ALIAS, *targets) and dtype_of(node) not in FP8:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def result(node: fx.Node, index: int) -> fx.Node | None:
+    """The ``getitem(node, index)`` that is used, or None."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index and user.users:
+            return user
+    return None
+
+
+@dataclass(frozen=True)
+class Quantise:
+    """One tensorwise quantisation: ``node`` is ``source`` in FP8, by a constant ``factor`` or by its own amax."""
+
+    node: fx.Node
+    source: fx.Node
+    #: The constant that multiplies source, or None where the scale comes from the amax.
+    factor: float | None
+    #: The dequantisation scale's node (only with an amax).
+    scale: fx.Node | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """FP8 format."""
+        return dtype_of(self.node)
+
+    def transposes(self) -> list[fx.Node]:
+        """Contiguous copies of the transpose of ``node``."""
+        return [
+            copy
+            for permuted in self.node.users
+            if _is_transpose(permuted)
+            for copy in permuted.users
+            if is_call(copy, aten.clone.default, aten.contiguous.default)
+        ]
+
+    def direct_users(self) -> list[fx.Node]:
+        """Readers of ``node`` as it is stored, views of it included."""
+        copies = self.transposes()
+        return [u for u in self.node.users if not (_is_transpose(u) and all(c in copies for c in u.users))]
+
+
+def quantisations(graph: fx.Graph) -> Iterator[Quantise]:
+    """Every tensorwise quantisation of a 2-D tensor, in graph order."""
+    for node in graph.nodes:
+        if is_call(node, *CONVERT) and dtype_of(node) in FP8 and node.meta["val"].dim() == 2:
+            found = _parse(node)
+            if found is not None:
+                yield found
+
+
+def _parse(node: fx.Node) -> Quantise | None:
+    inner = node.args[0]
+    limit = torch.finfo(dtype_of(node)).max
+    bounds = []
+    while is_call(inner, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default):
+        bounds += [abs(v) for v in inner.args[1:] if v is not None]  # type: ignore[union-attr]
+        inner = inner.args[0]  # type: ignore[union-attr]
+    if len(bounds) != 2 or any(b != limit for b in bounds) or not is_call(inner, aten.mul.Tensor):
+        return None
+    wide, factor = inner.args  # type: ignore[union-attr]
+    if not isinstance(wide, fx.Node) or dtype_of(wide) != torch.float32:
+        return None
+    source = strip(wide)
+    if isinstance(factor, (int, float)):
+        return Quantise(node, source, float(factor), None)
+    if not is_call(factor, aten.reciprocal.default):
+        return None
+    scale = factor.args[0]
+    if not (is_call(scale, aten.div.Tensor) and scale.args[1] == limit):
+        return None
+    floor = scale.args[0]
+    while is_call(floor, aten.clamp_min.default, aten.clamp.default, aten.amax.default, aten.abs.default):
+        floor = floor.args[0]
+    # All of the tensor: a rowwise scale is no scalar.
+    if floor is not wide or scale.meta["val"].dim() != 0:
+        return None
+    return Quantise(node, source, None, scale)
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    if is_call(node, aten.permute.default):
+        return [d % 2 for d in node.args[1]] == [1, 0]  # type: ignore[union-attr,operator]
+    return is_call(node, aten.t.default)
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Move each node behind its inputs, keeping the order otherwise."""
+    done: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    order: list[fx.Node] = []
+    for node in graph.nodes:
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            missing = next((i for i in current.all_input_nodes if i not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(current)
+                continue
+            done.add(current)
+            order.append(current)
+            stack.extend(reversed(waiting.pop(current, [])))
+    assert not waiting, "the graph has a cycle"
+    for before, node in zip(order, order[1:], strict=False):
+        before.append(node)
+
+
+def copy_meta(new: fx.Node, like: fx.Node, value: Any) -> fx.Node:
+    """Give a new node its value, and what the compiler knows of the node it stands for."""
+    keep = ("custom", "partitioner_tag", "autograd_backward", "nn_module_stack", "fwd_nn_module_stack", "seq_nr",
+            "source_fn_stack", "fwd_source_fn_stack", "stack_trace", "ac_graph_id", "recompute")  # fmt: skip
+    new.meta.update({k: like.meta[k] for k in keep if k in like.meta})
+    new.meta["val"] = value
+    return new
+
+
+def emit(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> list[fx.Node]:
+    """Call an operator of ours before the insertion point; returns its result nodes (one for a single tensor)."""
+    from torch._guards import detect_fake_mode
+
+    values = torch.utils._pytree.tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, args)
+    mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor)])
+    assert mode is not None, "the graph's values must be fake tensors"
+    with mode, torch.no_grad():
+        value = target(*values)
+    node = copy_meta(graph.call_function(target, args), like, value)
+    if isinstance(value, torch.Tensor):
+        return [node]
+    return [
+        copy_meta(graph.call_function(operator.getitem, (node, i)), like, part) for i, part in enumerate(value)
+    ]

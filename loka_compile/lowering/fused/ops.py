@@ -1,0 +1,210 @@
+"""The operators that the fusion passes emit. On CUDA they run this package's kernels; elsewhere the plain-torch twins.
+
+    gemm_block_norm           y, rstd = BlockNorm(a @ b * scales)
+    gemm_split_k              partial products that the consumer adds up
+    block_norm_backward_amax  gradient through HardSwish and BlockNorm, its tile maxima, the FP8 transpose of the input
+    cast_transpose            FP8 of a tensor and of its transpose, from known maxima
+    quantize_weights          every weight of a model in FP8, in both orientations
+
+All are functional: outputs are fresh, inputs are not written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loka_compile.kernels import reference as ref
+from loka_compile.lowering.fused.configs import config_for
+
+LIBRARY = torch.library.Library("loka", "FRAGMENT")
+FP8 = torch.float8_e4m3fn
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+LIBRARY.define(
+    "gemm_block_norm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, int block, float eps, ScalarType out_dtype, "
+    "bool fast, bool with_rstd) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "gemm_split_k(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, int splits, bool fast) -> Tensor", tags=_TAGS
+)
+LIBRARY.define(
+    "block_norm_backward_amax(Tensor grad, Tensor y, Tensor rstd, int block, bool hardswish, bool with_xt) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "cast_transpose(Tensor x, Tensor amax, ScalarType dtype, bool with_q, bool with_qt) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+LIBRARY.define("quantize_weights(Tensor[] weights, ScalarType dtype, bool[] with_qt) -> Tensor[]", tags=_TAGS)
+
+
+def blocks_of(n: int, block: int) -> int:
+    """Number of BlockNorm blocks in a row of n features."""
+    return -(-n // block)
+
+
+# ---------------------------------------------------------------------------------------------- gemm_block_norm
+def _gemm_block_norm_fake(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
+    out_dtype: torch.dtype, fast: bool, with_rstd: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """a [M, K], b [K, N] as for ``aten._scaled_mm`` -> y [M, N] in out_dtype, rstd fp32 [M, ceil(N/block)] or [0]."""
+    m, n = a.shape[0], b.shape[1]
+    rstd_shape = (m, blocks_of(n, block)) if with_rstd else (0,)
+    return a.new_empty((m, n), dtype=out_dtype), a.new_empty(rstd_shape, dtype=torch.float32)
+
+
+def _gemm_block_norm_any(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
+    out_dtype: torch.dtype, fast: bool, with_rstd: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, rstd = ref.gemm_block_norm_ref(a, b, scale_a, scale_b, block, eps, out_dtype)
+    return y, rstd if with_rstd else rstd.new_empty((0,))
+
+
+def _gemm_block_norm_cuda(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
+    out_dtype: torch.dtype, fast: bool, with_rstd: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from loka_compile.kernels.gemm_block_norm import launch
+
+    y, rstd = _gemm_block_norm_fake(a, b, scale_a, scale_b, block, eps, out_dtype, fast, with_rstd)
+    if y.numel() == 0:
+        return y, rstd
+    config = config_for("gemm_block_norm", a.shape[0], b.shape[1], a.shape[1], a.element_size(), fast)
+    launch(
+        a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,
+        config=config,
+    )  # fmt: skip
+    return y, rstd
+
+
+# ---------------------------------------------------------------------------------------------- gemm_split_k
+def _gemm_split_k_fake(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, fast: bool
+) -> Tensor:
+    """a [M, K], b [K, N] -> fp32 [splits, M, N], whose sum over the first dimension is the product."""
+    return a.new_empty((splits, a.shape[0], b.shape[1]), dtype=torch.float32)
+
+
+def _gemm_split_k_any(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, fast: bool
+) -> Tensor:
+    return ref.gemm_split_k_ref(a, b, scale_a, scale_b, splits, max(1, -(-a.shape[1] // splits)))
+
+
+def _gemm_split_k_cuda(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, fast: bool
+) -> Tensor:
+    from loka_compile.kernels.split_k import gemm_split_k
+
+    if a.shape[0] == 0 or b.shape[1] == 0:
+        return _gemm_split_k_fake(a, b, scale_a, scale_b, splits, fast)
+    config = config_for("gemm_split_k", a.shape[0], b.shape[1], a.shape[1], a.element_size(), fast)
+    return gemm_split_k(a, b.t().contiguous(), scale_a, scale_b, splits, fast=fast, config=config)
+
+
+# ---------------------------------------------------------------------------------------------- backward
+def _backward_fake(
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, with_xt: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad, y [M, N], rstd [M, blocks] -> dx [M, N] in grad's dtype, fp32 maxima of |dx| [tiles], and
+    ``fp8(HardSwish(y) * 16)`` transposed [N, M] (empty unless with_xt)."""
+    m, n = grad.shape
+    xt_shape = (n, m) if with_xt else (0,)
+    return (
+        grad.new_empty((m, n)),
+        grad.new_empty((-(-m // 32) * blocks_of(n, 256),), dtype=torch.float32),
+        grad.new_empty(xt_shape, dtype=FP8),
+    )
+
+
+def _backward_any(
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, with_xt: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = ref.block_norm_backward_ref(grad, y, rstd, block, hardswish).to(grad.dtype)
+    _, amax, xt = _backward_fake(grad, y, rstd, block, hardswish, with_xt)
+    amax = amax.fill_(dx.abs().max().float()) if dx.numel() else amax.zero_()
+    return dx, amax, ref.hardswish_fp8_ref(y, 16.0).t().contiguous() if with_xt else xt
+
+
+def _backward_cuda(
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, with_xt: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from loka_compile.kernels.gemm_backward import block_norm_backward
+
+    if grad.numel() == 0:
+        dx, amax, xt = _backward_fake(grad, y, rstd, block, hardswish, with_xt)
+        return dx, amax.zero_(), xt
+    return block_norm_backward(
+        grad.contiguous(), y.contiguous(), rstd.contiguous(), block=block, act=hardswish, out_dtype=grad.dtype,
+        with_xt=with_xt,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- casts
+def _cast_fake(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, with_q: bool, with_qt: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, N], amax fp32 (maxima that cover x) -> q [M, N], qt [N, M] in FP8 (empty if not asked for), scale []."""
+    m, n = x.shape
+    return (
+        x.new_empty((m, n) if with_q else (0,), dtype=dtype),
+        x.new_empty((n, m) if with_qt else (0,), dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+def _cast_any(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, with_q: bool, with_qt: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.numel() == 0:
+        amax = amax.new_zeros((1,))
+    q, qt, scale = ref.cast_transpose_ref(x, amax, dtype)
+    empty = q.new_empty((0,))
+    return q if with_q else empty, qt if with_qt else empty, scale
+
+
+def _cast_cuda(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, with_q: bool, with_qt: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from loka_compile.kernels.cast import cast_transpose
+
+    if x.numel() == 0:
+        return _cast_any(x, amax, dtype, with_q, with_qt)
+    return cast_transpose(x.contiguous(), amax.contiguous(), dtype, with_q=with_q, with_qt=with_qt)
+
+
+def _weights_fake(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
+    """Weights [N, K] -> all [N, K] in FP8, then all transposes [K, N] (empty where not asked for), then all scales []."""
+    q = [w.new_empty(w.shape, dtype=dtype) for w in weights]
+    shapes = [(w.shape[1], w.shape[0]) if t else (0,) for w, t in zip(weights, with_qt, strict=True)]
+    qt = [w.new_empty(shape, dtype=dtype) for w, shape in zip(weights, shapes, strict=True)]
+    return q + qt + [w.new_empty((), dtype=torch.float32) for w in weights]
+
+
+def _weights_any(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
+    q, qt, scales = ref.quantize_weights_ref(weights, dtype)
+    return q + [t if wanted else t.new_empty((0,)) for t, wanted in zip(qt, with_qt, strict=True)] + scales
+
+
+def _weights_cuda(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
+    from loka_compile.kernels.cast import quantize_weights
+
+    q, qt, scales = quantize_weights(list(weights), dtype, list(with_qt))
+    return q + qt + scales
+
+
+for _name, _any, _cuda, _fake in (
+    ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
+    ("gemm_split_k", _gemm_split_k_any, _gemm_split_k_cuda, _gemm_split_k_fake),
+    ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
+    ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
+    ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
+):
+    LIBRARY.impl(_name, _any, "CPU")
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"loka::{_name}", _fake, lib=LIBRARY)
