@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loka_compile._compat.inductor_decomposition import register
 from loka_compile.ops import block_norm
+
+register()
 
 
 class BlockNorm(nn.Module):

@@ -56,15 +56,13 @@ def _gemms(report: Report, console: object) -> None:
         return
     counts = ", ".join(f"{name} x {n}" for name, n in sorted(report.counts().items()))
     table = Table(
-        "site", "role", "m x n x k", "runs in", "speed-up", "error", "why", "others", title=f"GEMMs: {counts}"
+        "site", "role", "m x n x k", "runs in", "speed-up", "error", "why", "next best", title=f"GEMMs: {counts}"
     )
     for g in report.gemms:
         d = g.decision
-        others = "; ".join(
-            f"{v.provider}:{v.recipe} {v.reason or 'slower'}"
-            for v in d.verdicts
-            if (v.provider, v.recipe) != (d.provider, d.recipe)
-        )
+        losers = [v for v in d.verdicts if v.candidate != d.candidate and v.speedup == v.speedup]
+        losers.sort(key=lambda v: -v.speedup)
+        others = ", ".join(f"{v.candidate} {v.speedup:.2f}x {v.mere:.3f}" for v in losers[:2])
         table.add_row(
             d.site, str(d.role), f"{g.gemm.m} x {g.gemm.n} x {g.gemm.k}", f"{d.provider}:{d.recipe}",
             _number(d.speedup, "x"), _number(d.mere), g.fallback or d.reason, others,
