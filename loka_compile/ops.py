@@ -72,7 +72,8 @@ def _split(x: Tensor, block: int) -> tuple[Tensor, Tensor | float]:
 
 
 def _join(blocks: Tensor, like: Tensor) -> Tensor:
-    return blocks.flatten(-2)[..., : like.shape[-1]].to(like.dtype)
+    # Contiguous like the fake results below, also where a short block was padded.
+    return blocks.flatten(-2)[..., : like.shape[-1]].to(like.dtype).contiguous()
 
 
 LIBRARY.define("block_norm(Tensor x, int block, float? eps=None) -> (Tensor, Tensor)")
@@ -82,6 +83,24 @@ LIBRARY.impl("block_norm", block_norm_ref, "CompositeExplicitAutograd")
 LIBRARY.impl("block_norm_backward", block_norm_backward_ref, "CompositeExplicitAutograd")
 # An operator may not return its input, hence the clone; the compiled graph has neither (the lowering removes it).
 LIBRARY.impl("anchor", lambda x, unused: x.clone(), "CompositeExplicitAutograd")
+
+
+# Without shapes of their own, fake tensors would run the references, whose padding specialises a dynamic batch.
+@torch.library.register_fake("loka::block_norm", lib=LIBRARY)
+def _(x: Tensor, block: int, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    blocks = max(1, -(-x.shape[-1] // block))
+    rstd = x.new_empty((*x.shape[:-1], blocks), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), rstd
+
+
+@torch.library.register_fake("loka::block_norm_backward", lib=LIBRARY)
+def _(grad: Tensor, y: Tensor, rstd: Tensor, block: int) -> Tensor:
+    return grad.new_empty(grad.shape)
+
+
+@torch.library.register_fake("loka::anchor", lib=LIBRARY)
+def _(x: Tensor, unused: list[Tensor]) -> Tensor:
+    return x.clone()
 
 
 def _block_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
