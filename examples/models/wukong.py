@@ -84,7 +84,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "demo": {
         "dim": 32, "layers": 2, "fmb_tokens": 8, "lcb_tokens": 8, "rank": 8,
-        "mlp": (512, 512), "head": (512, 512), "numeric_tokens": 4, "numeric_mlp": (256,),
+        "mlp": (1024, 1024), "head": (512,), "numeric_tokens": 4, "numeric_mlp": (256,),
     },
     "h200": {
         "dim": 128, "layers": 4, "fmb_tokens": 32, "lcb_tokens": 32, "rank": 24,
