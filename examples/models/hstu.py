@@ -144,7 +144,8 @@ class HSTUDense(nn.Module):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.numeric = swish_norm_mlp(config.numerics, config.content_mlp, config.dim)
-        self.content = swish_norm_mlp(config.dim, config.content_mlp, config.dim)
+        if config.history_length:
+            self.content = swish_norm_mlp(config.dim, config.content_mlp, config.dim)
         self.candidate = swish_norm_mlp(config.dim, config.candidate_mlp, config.dim)
         self.position = nn.Parameter(torch.randn(config.sequence_length, config.dim) * config.dim**-0.5)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.layers))

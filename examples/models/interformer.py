@@ -212,7 +212,9 @@ class SequenceSummary(nn.Module):
 
     def forward(self, s: Tensor, mask: Tensor) -> Tensor:
         pooled = self.pool(s, mask).to(s.dtype)
-        return self.gate(torch.cat([s[:, : self.class_tokens], pooled, s[:, -self.recent_tokens :]], dim=1))
+        # A history shorter than the recent tokens leaves zeros in their place.
+        recent = s[:, -self.recent_tokens :] * mask[:, -self.recent_tokens :, None].to(s.dtype)
+        return self.gate(torch.cat([s[:, : self.class_tokens], pooled, recent], dim=1))
 
 
 class InterFormerLayer(nn.Module):
