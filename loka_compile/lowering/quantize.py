@@ -93,7 +93,7 @@ def quantize(
         scale = scale.t() if scale.dim() == 2 else scale
     if scaling is Scaling.ROWWISE:
         scale = scale.unsqueeze(1)
-    return Quantized(_packed(data), scale.contiguous())
+    return Quantized(packed(data), packed(scale))
 
 
 def dequantize(q: Quantized, scaling: Scaling) -> Tensor:
@@ -132,13 +132,16 @@ def fp8_maximum(dtype: torch.dtype) -> float:
     return 448.0 if dtype is torch.float8_e4m3fn else 57344.0
 
 
-def _packed(t: Tensor) -> Tensor:
-    """t contiguous, with the strides that its shape implies. A dimension of size 1 counts as contiguous with any
-    stride, but libraries check the numbers: a [1, k] operand must have the strides (k, 1)."""
+def packed(t: Tensor) -> Tensor:
+    """t contiguous, with the strides that its shape implies.
+
+    A dimension of size 1 counts as contiguous with any stride, but libraries check the numbers: a [1, k] operand must
+    have the strides (k, 1), a [rows, 1] scale (1, 1).
+    """
     t = t.contiguous()
-    if any(statically_known_true(size == 1) for size in t.shape):
-        t = t.view(-1).view(t.shape)
-    return t
+    if t.dim() != 2 or (statically_known_true(t.stride(0) == t.shape[1]) and statically_known_true(t.stride(1) == 1)):
+        return t
+    return t.view(-1).view(t.shape)
 
 
 def _group_shape(scaling: Scaling, transpose: bool) -> tuple[int | None, int | None]:

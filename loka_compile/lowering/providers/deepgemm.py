@@ -19,6 +19,7 @@ from torch import Tensor
 from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe, Scaling
 from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
+from loka_compile.lowering.quantize import packed
 
 
 class DeepGemm(Provider):
@@ -57,7 +58,7 @@ def tma_aligned(scale: Tensor) -> Tensor:
     a kernel whose shared memory ends at k = 116,096.
     """
     rows = scale.shape[0]
-    return torch.nn.functional.pad(scale, (0, 0, 0, (rows + 3) // 4 * 4 - rows)).t().contiguous()
+    return packed(torch.nn.functional.pad(scale, (0, 0, 0, (rows + 3) // 4 * 4 - rows)).t())
 
 
 def launch_deepgemm_1d2d(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

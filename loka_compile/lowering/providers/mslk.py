@@ -28,7 +28,7 @@ from loka_compile.lowering.providers.base import (
     multiple_of,
 )
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
-from loka_compile.lowering.quantize import BLOCK
+from loka_compile.lowering.quantize import BLOCK, packed
 
 #: Module to import and namespace of its ops, the preferred one first.
 _LIBRARIES = (("mslk.gemm", "mslk"), ("fbgemm_gpu.experimental.gen_ai", "fbgemm"))
@@ -60,7 +60,7 @@ class Mslk(Provider):
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T`` in bf16, cast to ``out_dtype`` (a no-op: only bf16 GEMMs are accepted)."""
         if recipe == BLOCKWISE:
-            out = groupwise_gemm(a.data, a.scale.t().contiguous(), b.data, b.scale.t().contiguous())
+            out = groupwise_gemm(a.data, packed(a.scale.t()), b.data, packed(b.scale.t()))
         elif recipe == BLOCKWISE_128X128:
             out = _op("f8f8bf16_blockwise")(a.data, b.data, a.scale, b.scale, BLOCK, BLOCK, BLOCK)
         else:

@@ -25,8 +25,9 @@ from loka_compile.gemm import (
 )
 from loka_compile.lowering.providers.base import Provider, Quantized, default_device, gpu_reason, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
-from loka_compile.lowering.quantize import BLOCK
+from loka_compile.lowering.quantize import BLOCK, packed
 
+_aten = torch.ops.aten
 _PLAIN = (TENSORWISE, TENSORWISE_FAST, ROWWISE, ROWWISE_FAST)
 _BLOCKED = (BLOCKWISE, BLOCKWISE_1X128)
 #: ``torch.nn.functional.ScalingType``, as the op takes it.
@@ -65,10 +66,10 @@ class TorchScaledMM(Provider):
         """``A @ B.T``; B is handed over as ``[n, k].t()``, the column-major form that CUDA (and Inductor) wants."""
         if recipe.a is Scaling.BLOCK_1X128:
             in_squares = recipe.b is Scaling.BLOCK_128X128
-            b_scale = _pad_k_blocks(b.scale) if in_squares else b.scale.t().contiguous()
-            return scaled_mm_blockwise(a.data, a.scale.t().contiguous(), b.data, b_scale, in_squares, out_dtype)
+            b_scale = _pad_k_blocks(b.scale) if in_squares else packed(b.scale.t())
+            return scaled_mm_blockwise(a.data, packed(a.scale.t()), b.data, b_scale, in_squares, out_dtype)
         # Positional up to out_dtype: bias and scale_result (None) come before it in the op's schema.
-        return torch.ops.aten._scaled_mm.default(
+        return _aten._scaled_mm.default(
             a.data, b.data.t(), a.scale, b.scale.t(), None, None, out_dtype, recipe.fast_accum
         )
 
@@ -107,7 +108,7 @@ def launch_scaled_mm_blockwise(
         a = torch.cat([a.view(torch.uint8), a.new_zeros((extra, k), dtype=torch.uint8)]).view(a.dtype)
         a_scale = torch.nn.functional.pad(a_scale, (0, extra), value=1.0)
     recipe_b = _BLOCK_128X128 if b_in_squares else _BLOCK_1X128
-    out = torch.ops.aten._scaled_mm_v2.default(
+    out = _aten._scaled_mm_v2.default(
         a, b.t(), [a_scale.t()], [_BLOCK_1X128], [], [b_scale.t()], [recipe_b], [], None, out_dtype, [], False
     )
     return out[:m].clone() if extra else out

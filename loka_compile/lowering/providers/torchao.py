@@ -20,7 +20,7 @@ from torch import Tensor
 from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe
 from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, multiple_of
 from loka_compile.lowering.providers.emulated import refuses_blockwise_role
-from loka_compile.lowering.quantize import BLOCK
+from loka_compile.lowering.quantize import BLOCK, packed
 
 _MODULE = "torchao.prototype.blockwise_fp8_training.kernels"
 
@@ -45,11 +45,11 @@ class TorchAO(Provider):
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T``; A's scales column-major, B's column-major in 128x128 blocks and row-major in 1x128."""
         kernels = importlib.import_module(_MODULE)
-        a_scale = a.scale.t().contiguous().t()
+        a_scale = packed(a.scale.t()).t()
         if recipe == BLOCKWISE:
             kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x128, b.scale.t()
         else:
-            kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x1, b.scale.t().contiguous()
+            kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x1, packed(b.scale.t())
         out: Tensor = kernel(a.data, b.data.t(), a_scale, b_scale, BLOCK, out_dtype)
         return out
 
