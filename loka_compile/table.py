@@ -62,6 +62,8 @@ class Measurement:
     mere: float = math.nan
     mere_low: float = math.nan
     mere_high: float = math.nan
+    #: As the gate's metric, but floored row by row: what a few very large rows hide from the gate.
+    mere_by_row: float = math.nan
     #: MERE as the paper writes it (section II-C).
     mere_paper: float = math.nan
     frobenius: float = math.nan

@@ -7,6 +7,10 @@ The gate's metric is MERE with a floored denominator::
 The paper's own MERE (section II-C) divides by ``|ref|`` alone. For outputs centred on zero it has no finite mean, since
 ``1/|ref|`` is not integrable at 0: it grows with the sample and depends on luck. It stands beside the gate's metric for
 comparison with the paper. Its terms with ``ref == 0`` are left out of the mean and counted in ``zero_refs``.
+
+What the gate's metric does not see: where a few rows are much larger than the rest, they make up the RMS, and errors
+of all other rows fall below the floor. ``mere_by_row`` floors each row (each sample of a batch, in forward and
+grad_input) by its own RMS and shows that case; on rows of like size both agree.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ class Errors(NamedTuple):
 
     #: Mean of |out - ref| / max(|ref|, 0.05 RMS(ref)): the gate's metric.
     mere_floored: float
+    #: As mere_floored, with the RMS of the element's own row; rows of zeros alone are left out.
+    mere_by_row: float
     #: The paper's MERE, mean of |out - ref| / |ref| over elements with ref != 0.
     mere: float
     #: ||out - ref|| / ||ref||, Frobenius norms.
@@ -49,7 +55,7 @@ class Errors(NamedTuple):
     zero_refs: int
 
 
-_EMPTY = Errors(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, 0, 0)
+_EMPTY = Errors(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, 0, 0)
 
 
 class Interval(NamedTuple):
@@ -88,6 +94,14 @@ class Reference:
         return self.value.abs().clamp_(min=floor).reciprocal_().reshape(-1)
 
     @functools.cached_property
+    def _inverse_by_row(self) -> Tensor:
+        """1/max(|ref|, floor of its row), and 0 in rows of zeros."""
+        rows = self.value.reshape(-1, self.value.shape[-1] if self.value.dim() else 1)
+        floor = FLOOR * rows.square().mean(dim=1, keepdim=True).sqrt_()
+        inverse = torch.maximum(rows.abs(), floor).reciprocal_()
+        return inverse.masked_fill_(torch.isinf(inverse), 0.0).reshape(-1)
+
+    @functools.cached_property
     def _inverse(self) -> Tensor:
         """1/|ref|, and 0 where ref is 0: those terms then drop out of the sum."""
         inverse = self.value.abs().reciprocal_().reshape(-1)
@@ -116,7 +130,7 @@ class Reference:
         diff = out.detach().to(torch.float64).reshape(-1) - ref
         noise = float(torch.dot(diff, diff))
         if not math.isfinite(noise):
-            return Errors(math.inf, math.inf, math.inf, -math.inf, math.inf, math.nan, count, self.zeros)
+            return Errors(math.inf, math.inf, math.inf, math.inf, -math.inf, math.inf, math.nan, count, self.zeros)
         along = float(torch.dot(diff, ref))
         distance = diff.abs_()
         largest = float(distance.max())
@@ -124,10 +138,11 @@ class Reference:
         if signal == 0:
             error = math.inf if noise > 0 else 0.0
             sqnr = -math.inf if noise > 0 else math.inf
-            return Errors(error, error, error, sqnr, largest, math.nan, count, self.zeros)
+            return Errors(error, error, error, error, sqnr, largest, math.nan, count, self.zeros)
         used = count - self.zeros
         return Errors(
             mere_floored=float(torch.dot(distance, self._inverse_floored)) / count,
+            mere_by_row=self._by_row(distance),
             mere=float(torch.dot(distance, self._inverse)) / used if used else math.nan,
             frobenius=math.sqrt(noise / signal),
             sqnr_db=10 * math.log10(signal / noise) if noise > 0 else math.inf,
@@ -136,6 +151,14 @@ class Reference:
             elements=count,
             zero_refs=self.zeros,
         )
+
+    def _by_row(self, distance: Tensor) -> float:
+        inverse = self._inverse_by_row
+        empty = inverse == 0
+        left_out = int(empty.sum())
+        if left_out and bool(distance[empty].any()):
+            return math.inf
+        return float(torch.dot(distance, inverse)) / max(1, len(distance) - left_out)
 
 
 def measure(out: Tensor, ref: Tensor) -> Errors:
@@ -155,6 +178,7 @@ def pool(batches: Sequence[Errors]) -> tuple[Errors, Interval]:
         raise ProbeError("no batch was measured")
     pooled = Errors(
         mere_floored=_mean([b.mere_floored for b in batches]),
+        mere_by_row=_mean([b.mere_by_row for b in batches]),
         mere=_mean([b.mere for b in batches]),
         frobenius=_mean([b.frobenius for b in batches]),
         sqnr_db=_mean([b.sqnr_db for b in batches]),

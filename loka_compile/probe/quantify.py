@@ -167,12 +167,13 @@ class _Site:
         pairs = []
         for index, batch in enumerate(found.batches):
             weight = self.weights[index % len(self.weights)]
+            x, dy = batch.operands[0], batch.operands[-1]
             if forward:
-                pairs.append(Pair(Operand(batch[0], False, bound), Operand(weight, False)))
+                pairs.append(Pair(Operand(x, False, bound), Operand(weight, False), batch.representative))
             elif role is Role.GRAD_INPUT:
-                pairs.append(Pair(Operand(batch[1], False), Operand(weight, True)))
+                pairs.append(Pair(Operand(dy, False), Operand(weight, True), batch.representative))
             else:
-                pairs.append(Pair(Operand(batch[1], True), Operand(batch[0], True, bound)))
+                pairs.append(Pair(Operand(dy, True), Operand(x, True, bound)))
         return pairs, ""
 
     def _row(self, gemm: Gemm, provider: Provider, recipe: Recipe, runs: Runs, reason: str) -> Measurement:
@@ -198,7 +199,8 @@ class _Site:
         errors, interval, source = found
         row = dataclasses.replace(
             row,
-            mere=interval.mean, mere_low=interval.low, mere_high=interval.high, mere_paper=errors.mere,
+            mere=interval.mean, mere_low=interval.low, mere_high=interval.high,
+            mere_by_row=errors.mere_by_row, mere_paper=errors.mere,
             frobenius=errors.frobenius, sqnr_db=errors.sqnr_db, max_error=errors.max_error, cosine=errors.cosine,
             samples=len(runs.pairs), error_source=source,
         )  # fmt: skip

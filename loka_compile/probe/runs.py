@@ -35,10 +35,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Pair:
-    """Both operands of one product ``A @ B.T``."""
+    """Both operands of one product ``A @ B.T``, of whose result the first ``rows`` rows count (None: all)."""
 
     a: Operand
     b: Operand
+    rows: int | None = None
 
 
 class KernelFailed(Exception):
@@ -88,12 +89,12 @@ class Runs:
 
     def _measure(self, provider: Provider, recipe: Recipe) -> tuple[Errors, Interval]:
         if not self._references:
-            self._references = [Reference(pair.a.exact() @ pair.b.exact().t()) for pair in self.pairs]
+            self._references = [Reference(p.a.exact()[: p.rows] @ p.b.exact().t()) for p in self.pairs]
         found = []
         for pair, reference in zip(self.pairs, self._references, strict=True):
             a = self._quantize(provider, pair.a, recipe.a, recipe.a_dtype)
             b = self._quantize(provider, pair.b, recipe.b, recipe.b_dtype)
-            found.append(reference.measure(provider.compute(a, b, recipe, pair.a.base.dtype)))
+            found.append(reference.measure(provider.compute(a, b, recipe, pair.a.base.dtype)[: pair.rows]))
         return pool(found)
 
     def _quantize(self, provider: Provider, operand: Operand, scaling: Scaling, dtype: str) -> Quantized:

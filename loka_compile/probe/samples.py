@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -66,10 +68,20 @@ class SiteSamples:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """Independent batches of rows; in each, the tensors hold the same rows of different operands."""
+class Batch:
+    """The same rows of different operands, [rows, features] each."""
 
-    batches: list[tuple[Tensor, ...]]
+    operands: tuple[Tensor, ...]
+    #: The first so many rows stand for the data. The rest are there for their magnitude alone: they set the scale of
+    #: a tensorwise quantiser as they would in the whole batch, but would be over-represented in a mean.
+    representative: int
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Independent batches of rows."""
+
+    batches: list[Batch]
     #: Rows looked at, and how many of them held a NaN or an Inf.
     rows: int
     dropped: int
@@ -79,47 +91,66 @@ def cut(calls: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, count: int, row
     """Finite rows of all calls, cut into at most ``count`` batches of at most ``rows`` rows each.
 
     A row goes with its partners: where one operand of it is not finite, it is left out of all. Of more rows than are
-    wanted, evenly spaced ones are taken, and always the one with the largest absolute value of each operand, because
-    that alone sets a tensorwise scale. Fewer than ``ALIGN`` rows per batch give fewer batches.
+    wanted, evenly spaced ones are taken, and the one with the largest absolute value of each operand. Fewer than
+    ``ALIGN`` rows per batch give fewer batches, and a batch of more than that has a multiple of it.
 
     Args:
         calls: for each sampled call its operands, [rows, features] each; the shorter one decides how many rows count.
     """
-    kept: list[tuple[Tensor, ...]] = []
-    seen = dropped = 0
-    for call in calls:
+    places: list[tuple[int, int]] = []
+    peaks: list[list[float]] = []
+    seen = 0
+    for number, call in enumerate(calls):
         length = min(x.shape[0] for x in call)
-        operands = tuple(x.detach()[:length].to(dtype) for x in call)
-        finite = torch.stack([torch.isfinite(x).all(dim=1) for x in operands]).all(dim=0)
-        bad = length - int(finite.sum())
-        seen, dropped = seen + length, dropped + bad
-        if bad:
-            operands = tuple(x[finite] for x in operands)
-        share = -(-count * rows // len(calls))
-        kept.append(_thin(operands, share))
-    joined = tuple(torch.cat(parts) for parts in zip(*kept, strict=True)) if kept else ()
-    total = joined[0].shape[0] if joined else 0
+        seen += length
+        values = [_peak(x[:length].detach().to(dtype)) for x in call]
+        for line, peak in enumerate(zip(*values, strict=True)):
+            # A NaN or an Inf anywhere in the row is its peak.
+            if all(map(math.isfinite, peak)):
+                places.append((number, line))
+                peaks.append(list(peak))
+    total = len(places)
     batches = []
-    number = max(1, min(count, total // ALIGN))
-    for index in range(number if total else 0):
-        start, stop = index * total // number, (index + 1) * total // number
-        batches.append(_align(_thin(tuple(x[start:stop] for x in joined), rows)))
-    return Batches(batches, seen, dropped)
+    parts = max(1, min(count, total // ALIGN)) if total else 0
+    for part in range(parts):
+        start, stop = part * total // parts, (part + 1) * total // parts
+        largest = {max(range(start, stop), key=lambda row: peaks[row][which]) for which in range(len(calls[0]))}
+        chosen, extra = _choose(range(start, stop), largest, rows)
+        lines = [places[row] for row in (*chosen, *extra)]
+        operands = tuple(_gather(calls, which, lines).to(dtype) for which in range(len(calls[0])))
+        batches.append(Batch(operands, len(chosen)))
+    return Batches(batches, seen, seen - total)
 
 
-def _thin(operands: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
-    """At most ``rows`` rows (but one per operand at least): those of the largest magnitude, and evenly spaced ones."""
-    total = operands[0].shape[0]
-    if total <= rows:
-        return operands
-    largest = {int(x.abs().amax(dim=1).argmax()) for x in operands if x.shape[1]}
-    spaced = [index * total // rows for index in range(rows)]
-    chosen = [index for index in spaced if index not in largest][: max(0, rows - len(largest))]
-    index = torch.tensor(sorted({*chosen, *largest}), device=operands[0].device)
-    return tuple(x.index_select(0, index) for x in operands)
+def _peak(x: Tensor) -> list[float]:
+    """The largest absolute value of each row; NaN or Inf where a row holds one."""
+    if not x.shape[1]:
+        return [0.0] * x.shape[0]
+    peaks: list[float] = x.abs().amax(dim=1).to(torch.float64).tolist()
+    return peaks
 
 
-def _align(operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cut to a multiple of ``ALIGN`` rows, the largest ones kept."""
-    total = operands[0].shape[0]
-    return operands if total < ALIGN else _thin(operands, total // ALIGN * ALIGN)
+def _gather(calls: Sequence[tuple[Tensor, ...]], which: int, lines: list[tuple[int, int]]) -> Tensor:
+    """Rows of operand ``which``, each given as (call, row)."""
+    parts = []
+    for number, group in itertools.groupby(lines, key=lambda place: place[0]):
+        x = calls[number][which].detach()
+        parts.append(x.index_select(0, torch.tensor([line for _, line in group], device=x.device)))
+    return torch.cat(parts)
+
+
+def _choose(of: range, largest: set[int], rows: int) -> tuple[list[int], list[int]]:
+    """Representative rows, and the largest ones where those are not among them."""
+    limit = min(len(of), rows)
+    if limit >= ALIGN:
+        limit -= limit % ALIGN
+    if limit == len(of):
+        return list(of), []
+    spaced = {of[index * len(of) // limit] for index in range(max(1, limit - len(largest)))}
+    extra = largest - spaced
+    for row in of:
+        if len(spaced) + len(extra) >= limit:
+            break
+        if row not in extra:
+            spaced.add(row)
+    return sorted(spaced), sorted(extra)
