@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 
 from loka_compile._compat.versions import check_torch
 from loka_compile.config import LokaConfig
@@ -18,7 +19,7 @@ from loka_compile.mods_warning import warn_about_mods
 from loka_compile.passes.manager import check_outputs, output_values, run_passes
 from loka_compile.passes.registry import snapshot, source_of
 from loka_compile.planning import has_loka_ops, resolve
-from loka_compile.report import Report, new_report
+from loka_compile.report import Report, discard_report, new_report
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,20 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: LokaConfig, patches: Mapping[str, Any]
 ) -> Compiled:
     """Rewrite, plan and compile one captured graph. ``patches`` are Inductor's options."""
+    report = new_report(keep_graphs=config.inspect)
+    try:
+        return _compile_graph(gm, example_inputs, config, patches, report)
+    except RestartAnalysis:
+        discard_report(report)  # Dynamo captures the graph anew and calls again, e.g. after specialising a float
+        raise
+
+
+def _compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: LokaConfig, patches: Mapping[str, Any], report: Report
+) -> Compiled:
     from loka_compile.auto import PlanAfterSampling
     from loka_compile.compile_fx import compile_rewritten
 
-    report = new_report(keep_graphs=config.inspect)
     passes = snapshot(config)
     expected = output_values(gm)
     if run_passes(gm, passes, config, report):

@@ -189,6 +189,14 @@ def new_report(*, keep_graphs: bool) -> Report:
     return report
 
 
+def discard_report(report: Report) -> None:
+    """Take a report off the list: its compile was given up."""
+    with _lock:
+        kept = [r for r in _reports if r is not report]
+        _reports.clear()
+        _reports.extend(kept)
+
+
 def merge_reports(parts: list[Report]) -> Report:
     """One report for the graphs of one model. A graph that was compiled twice (sampled, then planned) counts once.
 

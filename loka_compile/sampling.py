@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from loka_compile.probe.quantify import SiteSamples
 #: Rows kept of one activation or gradient over all calls.
 ROWS = 512
 
-_sessions: dict[int, Sampler] = {}
+#: Weak: a graph that is thrown away before it has sampled enough takes its samples along.
+_sessions: weakref.WeakValueDictionary[int, Sampler] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
 
 
