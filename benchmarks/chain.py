@@ -23,6 +23,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 
@@ -66,12 +67,15 @@ def modded(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-def plan_of(model: nn.Module, first: str, rest: str, roles: tuple[str, ...] = ("forward", "grad_input", "grad_weight")) -> Plan:
+def plan_of(model: nn.Module, first: str, rest: str, backward: str | None = None) -> Plan:
+    """``first`` is the candidate of the first layer, ``rest`` of the others, ``backward`` of their gradients."""
     decisions, seen = [], 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             for role in ("forward", "grad_input", "grad_weight"):
-                candidate = (first if seen == 0 else rest) if role in roles else "high_precision:native"
+                candidate = first if seen == 0 else rest
+                if backward and role != "forward" and "native" not in candidate:
+                    candidate = backward
                 provider, recipe = candidate.split(":")
                 decisions.append(Decision(f"{name}#0", role, provider, recipe, "benchmark", None, None, ()))
             seen += 1
@@ -102,13 +106,19 @@ def _hook_fusion() -> None:
     hooks.lower_gemms, hooks.decompose = lower_gemms, decompose
 
 
-def loka(model: nn.Module, plan: Plan, training: bool) -> nn.Module:
-    _hook_fusion()
+def e5m2_recipe() -> str:
+    """Gradients in e5m2, which needs no amax of their own; added here until a provider ships it."""
+    from loka_compile.gemm import Recipe, Scaling
+    from loka_compile.lowering.providers import get_provider
 
-    options = {"plan": plan, "fx_graph_cache": False}
-    if not training:
-        options["freezing"] = True
-    return torch.compile(model, backend="loka", options=options)
+    name, one = "tensorwise_e5m2_fast", Scaling.TENSORWISE
+    get_provider("torch").recipes.setdefault(name, Recipe(name, one, one, fast_accum=True, a_dtype="float8_e5m2"))
+    return f"torch:{name}"
+
+
+def loka(model: nn.Module, plan: Plan, training: bool, **more: object) -> nn.Module:
+    _hook_fusion()
+    return torch.compile(model, backend="loka", options={"plan": plan, "fx_graph_cache": False, **more})
 
 
 def torchao(model: nn.Module, recipe: str) -> nn.Module:
@@ -135,6 +145,13 @@ def arms(model: nn.Sequential, training: bool, wanted: list[str]) -> dict[str, o
     if "E" in wanted:
         made["E all FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8), training)
         made["E first bf16"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, fp8), training)
+        if training:
+            e5m2 = e5m2_recipe()
+            made["E all FP8, e5m2"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8, e5m2), training)
+            made["E first bf16, e5m2"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, fp8, e5m2), training)
+            made["E all FP8, e5m2, combo"] = lambda: loka(
+                copy.deepcopy(model), plan_of(model, fp8, fp8, e5m2), training, combo_kernels=True
+            )
         made["E no FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, high), training)
     return made
 
@@ -152,7 +169,22 @@ def step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor | None):
     return training if grad is not None else inference
 
 
-def run_case(name: str, batch: int, width_in: int, width: int, layers: int, training: bool, wanted: list[str], log) -> dict:
+def kernels_of(call) -> list[tuple[str, int, float]]:
+    """Name, count and total microseconds of every kernel of one call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.count // 5, e.device_time_total / 5) for e in prof.key_averages() if e.device_time_total]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def run_case(name: str, batch: int, width_in: int, width: int, layers: int, training: bool, wanted: list[str], log, profile_arms=()) -> dict:
     torch.manual_seed(0)
     model = original(width_in, width, layers)
     if not training:
@@ -167,7 +199,9 @@ def run_case(name: str, batch: int, width_in: int, width: int, layers: int, trai
             start = time.time()
             compiled = make()
             steps = [step(compiled, x, grad) for x in inputs]
-            out = steps[0]()
+            # Freezing is what "weights quantised once" is in inference; Dynamo reads it from the global configuration.
+            with torch._inductor.config.patch(freezing=arm.startswith("E") and not training):
+                out = steps[0]()
             torch.cuda.synchronize()
             extra[arm] = {"first_call_s": round(time.time() - start, 2)}
             torch.cuda.reset_peak_memory_stats()
@@ -182,6 +216,9 @@ def run_case(name: str, batch: int, width_in: int, width: int, layers: int, trai
             if arm.startswith("E") and reference is not None:
                 extra[arm]["output_vs_B"] = round(((value - reference).norm() / reference.norm()).item(), 4)
             calls[arm] = steps
+            if profile_arms and arm.startswith(tuple(profile_arms)):
+                for kernel, count, us in kernels_of(steps[0]):
+                    log(f"    {arm}: {us:7.1f} us {count}x {kernel[:110]}")
         except Exception as error:
             extra[arm] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             log(traceback.format_exc()[-1500:])
@@ -215,7 +252,8 @@ def fig13(log) -> list[dict]:
         for first, label in (("torch:tensorwise_fast", "FP8 + fusion"), ("high_precision:native", "fusion alone")):
             compiled = loka(copy.deepcopy(model), plan_of(model, first, first), False)
             calls[label] = [step(compiled, x, None) for x in xs]
-        # In a chain the operand arrives in FP8 from the layer before: time the second of two equal layers' kernels.
+            with torch._inductor.config.patch(freezing=True):
+                calls[label][0]()
         with torch.no_grad():
             times = measure(calls, rounds=20)
         log(f"fig13 {k}x{n}: " + " | ".join(f"{s} {us:.1f}" for s, us in times.items()))
@@ -243,6 +281,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("inference", "training", "fig13"), action="append")
     parser.add_argument("--widths", type=int, nargs="*", default=[512, 1024, 2048, 4096])
     parser.add_argument("--arms", nargs="*", default=["A", "A'", "B", "C", "D", "E"])
+    parser.add_argument("--profile", nargs="*", default=[], help="arms whose kernels are listed")
     parser.add_argument("--large", action="store_true", help="also the training step at batch 16384, width 1024")
     options = parser.parse_args()
     only = options.only or ["inference", "training", "fig13"]
@@ -261,7 +300,7 @@ def main() -> None:
     cases += [("training", 16384, 1024)] if options.large else []
     for kind, batch, width in cases:
         results["cases"].append(
-            run_case(f"{kind} {batch}x{width}", batch, width, width, LAYERS, kind == "training", options.arms, log)
+            run_case(f"{kind} {batch}x{width}", batch, width, width, LAYERS, kind == "training", options.arms, log, options.profile)
         )
         save()
         gc.collect()

@@ -13,15 +13,6 @@ from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
 
 @triton.jit
-def _amax_of(PARTS, count, FLOOR: tl.constexpr, CHUNK: tl.constexpr):
-    best = tl.zeros((CHUNK,), dtype=tl.float32)
-    for start in range(0, count, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        best = tl.maximum(best, tl.load(PARTS + at, mask=at < count, other=0.0), propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(tl.max(best, axis=0), FLOOR)
-
-
-@triton.jit
 def _cast_tile(
     X, Q, QT, inverse, pid_m, pid_n, M, N, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -47,7 +38,7 @@ def _cast_transpose_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     grid_n = tl.cdiv(N, BLOCK_N)
-    amax = _amax_of(PARTS, count, FLOOR, CHUNK)
+    amax = dev.amax_of(PARTS, count, FLOOR, CHUNK)
     if pid == 0:
         tl.store(SCALE, amax / LIMIT)
     _cast_tile(X, Q, QT, LIMIT / amax, pid // grid_n, pid % grid_n, M, N, LIMIT, WRITE_Q, WRITE_QT, BLOCK_M, BLOCK_N)
@@ -91,7 +82,7 @@ def _amax_weights_kernel(
             rn = (local % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = (rm[:, None] < M) & (rn[None, :] < N)
             x = tl.load(XS[i] + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
-            tl.store(PARTS + pid, tl.max(tl.max(tl.abs(x), axis=1), axis=0))
+            tl.store(PARTS + pid, dev.amax(x))
 
 
 @triton.jit
@@ -104,7 +95,7 @@ def _cast_weights_kernel(
         if (pid >= starts[i]) & (pid < starts[i + 1]):
             local = pid - starts[i]
             grid_n = tl.cdiv(ns[i], BLOCK_N)
-            amax = _amax_of(PARTS + starts[i], starts[i + 1] - starts[i], FLOOR, CHUNK)
+            amax = dev.amax_of(PARTS + starts[i], starts[i + 1] - starts[i], FLOOR, CHUNK)
             if local == 0:
                 tl.store(SCALES[i], amax / LIMIT)
             _cast_tile(

@@ -91,3 +91,21 @@ def hardswish_derivative(x):
 def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr):
     """x * scale, saturated at the format's largest number, as FP8. NaN stays NaN."""
     return tl.clamp(x * scale, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(TYPE)
+
+
+@triton.jit
+def amax(x):
+    """Largest |x| of a tile; NaN if there is one: as integers, the bits of a NaN are above those of infinity."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    return tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amax_of(PARTS, count, FLOOR: tl.constexpr, CHUNK: tl.constexpr):
+    """Largest of ``count`` numbers >= 0 at PARTS, at least FLOOR; NaN if one is."""
+    best = tl.zeros((CHUNK,), dtype=tl.int32)
+    for start in range(0, count, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        best = tl.maximum(best, tl.load(PARTS + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True))
+    largest = tl.max(best, axis=0).to(tl.float32, bitcast=True)
+    return tl.maximum(largest, FLOOR, propagate_nan=tl.PropagateNan.ALL)
