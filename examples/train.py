@@ -54,6 +54,10 @@ def _json(text: str, option: str) -> dict[str, Any]:
     return value
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def main(
     out: Annotated[Path, typer.Option(help="Folder for metrics and checkpoints.")],
     model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "wukong",
@@ -143,4 +147,4 @@ def _train(trainer: Trainer, folder: RunFolder, steps: int | None, checkpoint_ev
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -28,17 +28,18 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def auc(logits: Tensor, labels: Tensor) -> Tensor:
-    """Area under the ROC curve, ties counting half; NaN where there is only one class."""
+    """Area under the ROC curve, ties counting half; NaN where there is only one class or a prediction is NaN."""
     order = logits.argsort()
     scores, positive = logits[order], labels[order].double()
     n = len(scores)
     rank = torch.arange(1, n + 1, dtype=torch.float64, device=scores.device)
     # A tie's rank is the middle of its run: from the first position of its value to the last.
-    first = torch.searchsorted(scores, scores, right=False)
+    first = torch.searchsorted(scores, scores, right=False).clamp(max=n - 1)  # a NaN is sorted behind the end
     last = torch.searchsorted(scores, scores, right=True) - 1
     rank = (rank[first] + rank[last]) / 2
     positives = positive.sum()
-    return ((rank * positive).sum() - positives * (positives + 1) / 2) / (positives * (n - positives))
+    area = ((rank * positive).sum() - positives * (positives + 1) / 2) / (positives * (n - positives))
+    return torch.where(scores.isnan().any(), float("nan"), area)
 
 
 def expected_calibration_error(logits: Tensor, labels: Tensor, bins: int = ECE_BINS) -> Tensor:
