@@ -44,14 +44,14 @@ def table_show(
     console = _console()
     _print_header(console, table.header)
     shown = [row for row in table.rows if site in row.site and (all_rows or not row.refused)]
-    grid = _grid("site", "role", "M", "N", "K", "candidate", ">error", ">95 % interval", ">quantise us", ">GEMM us",
-                 ">baseline us", ">speed-up", "refused")  # fmt: skip
+    grid = _grid("site", "role", "M", "N", "K", "candidate", ">error", ">95 % interval", ">by row",
+                 ">quantise us", ">GEMM us", ">baseline us", ">speed-up", "refused")  # fmt: skip
     for row in shown:
         batch = str(row.m_min) if row.m_min == row.m_max else f"{row.m_min}..{row.m_max}"
         grid.add_row(
             *map(escape, (row.site, row.role, batch, str(row.n), str(row.k), row.candidate)),
-            _number(row.mere), _interval(row), _number(row.quantize_us, 1), _number(row.gemm_us, 1),
-            _number(row.baseline_us, 1), _number(row.speedup, 2), escape(row.refused),
+            _number(row.mere), _interval(row), _number(row.mere_by_row),
+            _number(row.quantize_us, 1), _number(row.gemm_us, 1), _number(row.baseline_us, 1), _number(row.speedup, 2), escape(row.refused),
         )  # fmt: skip
     console.print(grid)
     hidden = sum(1 for row in table.rows if site in row.site) - len(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,12 @@ class Header:
         if not timestamps:
             del out["created"]
         return out
+
+    def dumps(self) -> str:
+        """Indented JSON text with one site per line."""
+        text = jsonio.dumps(self.to_json(), indent=2)
+        # Line breaks are escaped inside strings, so only lists are matched.
+        return re.sub(r"\[\n\s*(\d+),\n\s*(\d+)\n\s*\]", r"[\1, \2]", text).replace("\n", "\n ")
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Header:

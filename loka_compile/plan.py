@@ -170,7 +170,7 @@ class Plan:
         Raises:
             OSError: the folder cannot be written.
         """
-        header = None if self.header is None else self.header.to_json()
+        header = "null" if self.header is None else self.header.dumps()
         blocks = []
         for decision in self.decisions:
             entry = {f.name: getattr(decision, f.name) for f in dataclasses.fields(decision) if f.name != "verdicts"}
@@ -183,7 +183,7 @@ class Plan:
             f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n'
             f' "max_mere": {jsonio.dumps(self.max_mere)},\n "min_speedup": {jsonio.dumps(self.min_speedup)},\n'
             f' "decisions": [\n{decisions}\n ],\n'
-            f' "table": {jsonio.dumps(header, indent=2)}\n}}\n'
+            f' "table": {header}\n}}\n'
         )
         jsonio.atomic_write(path, text)
 

@@ -233,11 +233,8 @@ class Table:
             OSError: the folder cannot be written.
         """
         rows = ",\n  ".join(_text(row) for row in self.rows)
-        header = jsonio.dumps(self.header.to_json(), indent=2).replace("\n", "\n ")
-        jsonio.atomic_write(
-            path,
-            f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "header": {header},\n "rows": [\n  {rows}\n ]\n}}\n',
-        )
+        head = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "header": {self.header.dumps()},\n'
+        jsonio.atomic_write(path, f'{head} "rows": [\n  {rows}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Table:

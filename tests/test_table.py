@@ -100,6 +100,14 @@ def test_file_is_strict_json_with_one_row_per_line(tmp_path):
     assert sum('"site"' in line for line in text.splitlines()) == 2
 
 
+def test_header_has_one_site_per_line(tmp_path):
+    sites = {"a#0": (384, 199), "[\n 1,\n 2\n]": (7, 8)}
+    table(fingerprint=sites).save(tmp_path / "t.json")
+    lines = (tmp_path / "t.json").read_text().splitlines()
+    assert sum(line.strip().startswith('"a#0": [384, 199]') for line in lines) == 1
+    assert Table.load(tmp_path / "t.json").header.fingerprint == sites
+
+
 def test_rows_are_in_key_order_whatever_order_they_came_in():
     rows = [row(recipe="z"), row(site="b.c#1"), row(role="grad_weight"), row(recipe="a")]
     assert table(*rows).rows == table(*reversed(rows)).rows

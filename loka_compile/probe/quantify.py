@@ -239,12 +239,16 @@ def _header(
         driver=_driver() if cuda else "",
         torch=torch.__version__,
         triton=_version("triton"),
-        # torch's version has a place of its own.
-        libraries={p.name: version for p in providers if p.distributions != ("torch",) and (version := p.version())},
+        libraries={p.name: p.version() for p in providers if _counts(p, device)},
         fingerprint={site: (n, k) for site, (n, k) in fingerprint.items()},
         dropped_rows=dict(dropped),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def _counts(provider: Provider, device: torch.device) -> bool:
+    """Whether the provider's own kernels may have run; torch's version has a place of its own in the header."""
+    return provider.distributions != ("torch",) and provider.supported(device=device.type) is None
 
 
 def _device_name(device: torch.device) -> str:

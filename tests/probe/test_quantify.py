@@ -115,7 +115,7 @@ def test_a_feature_with_outliers_hurts_coarse_scales_most():
     table = run(a__0=seen)
     rowwise, blockwise = (one(table, provider="torch", recipe=r) for r in ("rowwise", "blockwise"))
     assert rowwise.mere > 0.9
-    assert blockwise.mere < 0.5 * rowwise.mere
+    assert blockwise.mere < 0.7 * rowwise.mere  # one block of four is lost, not the row
 
 
 def test_sample_with_a_huge_row_shows_in_the_row_measure_alone():
