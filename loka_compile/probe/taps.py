@@ -56,7 +56,7 @@ class CallCounter:
         self._gone_back = False
 
     def went_back(self) -> None:
-        """A backward pass runs: the next call begins a forward pass, also if the model's own forward is never called."""
+        """A backward pass runs: the next call begins a forward pass, even where the model's own forward is not used."""
         self._gone_back = True
 
     def next(self, layer: int) -> int:
@@ -100,7 +100,7 @@ def register(listener: Listener) -> int:
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout)
-_lib = torch.library.Library("loka_probe", "DEF")
+_lib: Any = torch.library.Library("loka_probe", "DEF")
 _lib.define("input(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) token, int call) -> ()", tags=_TAGS)
 _lib.define("grad_output(Tensor grad, Tensor(a!) token, int call) -> ()", tags=_TAGS)
 _lib.define("output(Tensor y, Tensor token, int call) -> Tensor")
@@ -143,7 +143,7 @@ class _Output(torch.autograd.Function):
 
 
 def _probe_output(y: Tensor, token: Tensor, call: int) -> Tensor:
-    return _Output.apply(y, token, call)  # type: ignore[no-untyped-call]
+    return _Output.apply(y, token, call)
 
 
 _lib.impl("input", _probe_input, "CompositeExplicitAutograd")
@@ -164,9 +164,10 @@ def _(grad: Tensor, token: Tensor, call: int) -> None:
 
 def _shown(args: tuple[Any, ...], kwargs: dict[str, Any], weight: Tensor) -> Tensor | None:
     """The input of a linear layer's call if it is a plain tensor; subclasses (DTensor and such) are left alone."""
-    x = args[0] if args else kwargs.get("input")
-    plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
-    return x if plain and x.is_floating_point() else None
+    x: Any = args[0] if args else kwargs.get("input")
+    if type(x) not in (Tensor, nn.Parameter) or type(weight) not in (Tensor, nn.Parameter):
+        return None
+    return x if x.is_floating_point() else None
 
 
 @functools.cache
@@ -237,7 +238,8 @@ def attach(module: nn.Module, session: int, layer: int, *, training_only: bool, 
     """Let ``module`` run with taps (a linear layer), or announce forward passes (``root``)."""
     module.__dict__.setdefault(TOKEN, torch.tensor([session, layer], dtype=torch.int64))
     module.__dict__[TRAINING_ONLY] = training_only
-    module.__class__ = (_root_class if root else _tapped_class)(type(module))
+    base: Any = type(module)
+    module.__class__ = (_root_class if root else _tapped_class)(base)
 
 
 def detach(module: nn.Module) -> None:
