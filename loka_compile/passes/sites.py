@@ -19,7 +19,10 @@ from loka_compile.passes.nodes import argument, kind, subgraphs
 #: Where the name is kept: AOTAutograd copies ``meta["custom"]`` to every node that a node becomes, backward included.
 KEY = "loka.site"
 
-_TRANSPARENT = frozenset({"t", "transpose", "permute", "contiguous", "float", "bfloat16", "half", "to", "T", "mT"})
+_TRANSPARENT = frozenset(
+    {"t", "transpose", "permute", "T", "mT", "contiguous",
+     "float", "double", "bfloat16", "half", "to", "type", "type_as"}
+)  # fmt: skip
 
 
 def sites(gm: fx.GraphModule, ctx: PassContext) -> Changes:
