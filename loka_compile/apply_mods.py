@@ -60,10 +60,11 @@ def apply_mods(
     passes = [p for p in snapshot(config) if p.name != "sites"]
     run_passes(gm, passes, config, report)
     _as_modules(gm, remove_unused)
-    if not remove_unused:
-        _adopt_state(gm, model)
     gm.graph.eliminate_dead_code()
-    gm.delete_all_unused_submodules() if remove_unused else None
+    if remove_unused:
+        _drop_unused(gm)
+    else:
+        _adopt_state(gm, model)
     gm.recompile()
     gm.train(model.training)
     gm.loka_report = report
@@ -119,6 +120,17 @@ def _adopt_state(gm: fx.GraphModule, model: nn.Module) -> None:
             if buffer is not None and _join(path, name) not in own:
                 persistent = name not in module._non_persistent_buffers_set
                 _holder(gm, path).register_buffer(name, buffer, persistent=persistent)
+
+
+def _drop_unused(gm: fx.GraphModule) -> None:
+    """Delete the parameters that the graph does not read, and modules that it does not call."""
+    read = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+    called = tuple(f"{n.target}." for n in gm.graph.nodes if n.op == "call_module")
+    for name, _ in list(gm.named_parameters(remove_duplicate=False)):
+        if name not in read and not name.startswith(called):
+            path, _, leaf = name.rpartition(".")
+            delattr(gm.get_submodule(path), leaf)
+    gm.delete_all_unused_submodules()
 
 
 def _holder(gm: nn.Module, path: str) -> nn.Module:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch._guards import TracingContext, tracing
 
+from loka_compile._compat.recompile import SavedCapture
 from loka_compile.compile_fx import compile_rewritten
 from loka_compile.lowering.hooks import Lowering
 from loka_compile.planning import Planning
 from loka_compile.probe.quantify import quantify
-from loka_compile.report import new_report
+from loka_compile.report import Report, new_report
 from loka_compile.sampling import Sampler
 from loka_compile.store import save_cached
 
@@ -41,9 +41,7 @@ class PlanAfterSampling:
     ) -> None:
         calls = planning.config.auto_calls
         self._planning, self._lowering, self._patches = planning, lowering, patches
-        self._gm: fx.GraphModule | None = copy.deepcopy(gm)
-        self._inputs: Sequence[Any] | None = list(example_inputs)
-        self._context = TracingContext.try_get()
+        self._capture: SavedCapture | None = SavedCapture(gm, example_inputs)
         self._sampler = Sampler(calls)
         self._lock = threading.Lock()
         report = lowering.report
@@ -58,9 +56,9 @@ class PlanAfterSampling:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; switches to the planned version once enough calls were sampled."""
-        if self._gm is not None:
+        if self._capture is not None:
             with self._lock:
-                if self._gm is not None:
+                if self._capture is not None:
                     if self._sampler.step >= self._planning.config.auto_calls:
                         self._switch()
                     else:
@@ -68,21 +66,30 @@ class PlanAfterSampling:
         return self._run(*args)
 
     def _switch(self) -> None:
-        gm, inputs = self._gm, self._inputs
-        assert gm is not None and inputs is not None
+        capture = self._capture
+        assert capture is not None
         self._sampler.close()
-        config = self._planning.config
-        table = quantify(self._sampler.samples(), target=self._planning.target, providers=config.providers)
-        save_cached(self._planning.cache_key, table)
-        plan = self._planning.accept(table)
-        report = new_report(keep_graphs=config.inspect)
-        first = self._lowering.report
-        report.inherit(first)
-        report.plan, report.table = plan, table
+        report = new_report(keep_graphs=self._planning.config.inspect)
+        report.inherit(self._lowering.report)
+        self._plan(report)
+        lowering = dataclasses.replace(self._lowering, report=report, plan=report.plan, ran=[])
+        self._run = capture.compile(lambda gm, inputs: compile_rewritten(gm, inputs, lowering, self._patches))
+        # Only now: until then other threads wait at the lock.
+        self._capture = None
+
+    def _plan(self, report: Report) -> None:
+        """Table and plan from the samples. What goes wrong here must not end a training run."""
+        planning, config = self._planning, self._planning.config
+        try:
+            table = quantify(self._sampler.samples(), target=planning.target, providers=config.providers)
+            if not config.inspect:  # a look at a model (explain) samples too little to be kept
+                save_cached(planning.cache_key, table)
+            report.plan, report.table = planning.accept(table), table
+        except Exception as error:
+            logger.exception("planning failed")
+            message = f"planning failed ({type(error).__name__}: {error}); this graph stays in high precision"
+            report.notes.append(message)
+            warnings.warn(f"loka: {message}", RuntimeWarning, stacklevel=4)
+            return
         report.notes.append(f"planned after sampling {config.auto_calls} calls")
-        lowering = dataclasses.replace(self._lowering, report=report, plan=plan, ran=[])
-        logger.info("planned %s", plan)
-        with tracing(self._context):
-            self._run = compile_rewritten(gm, inputs, lowering, self._patches)
-        # Only now: another thread may still be on its way to the first version.
-        self._gm = self._inputs = self._context = None
+        logger.info("planned %s", report.plan)

@@ -56,7 +56,10 @@ def step(model, x):
     y = model(x)
     model.zero_grad(set_to_none=True)
     y.float().square().mean().backward()
-    return y.detach(), {n: p.grad.detach().clone() for n, p in model.named_parameters()}
+    grads = {
+        n.removeprefix("_orig_mod."): p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    return y.detach(), grads
 
 
 def error(got, want):
@@ -84,12 +87,14 @@ def test_output_and_gradients_by_plan(candidate, batch):
     compiled = torch.compile(model, backend="loka", options={"plan": plan_of(candidate)})
     got, grads = step(compiled, x)
     assert error(got, want) < FORWARD_BOUND
+    assert grads.keys() == {name for name, _ in model.named_parameters()}
     for name, grad in grads.items():
-        name = name.removeprefix("_orig_mod.")
-        if ("bias" in name and not name.startswith("out")) or name.startswith("norms"):
-            assert not grad.any(), name
+        if name in want_grads:
+            # A sum of outputs of both signs, so its error counts against what cancels.
+            limit = 2 * GRADIENT_BOUND if name == "out.bias" else GRADIENT_BOUND
+            assert error(grad, want_grads[name]) < limit, name
         else:
-            assert error(grad, want_grads[name]) < GRADIENT_BOUND, name
+            assert not grad.any(), name
     report = loka_compile.reports()[-1]
     fp8 = {(g.gemm.site, g.gemm.role) for g in report.gemms if g.decision.candidate == candidate}
     expected = {(f"linears.{i}#0", r) for i in range(3) for r in Role} - {("linears.0#0", Role.GRAD_INPUT)}
@@ -100,15 +105,16 @@ def test_output_and_gradients_by_plan(candidate, batch):
 
 
 def test_the_gpu_kernels_agree_with_their_emulation():
-    model = Chain().cuda().bfloat16()
+    # One layer: behind a second one, values on the edge between two FP8 numbers would fall differently.
+    model = Chain(layers=1).cuda().bfloat16()
     x = torch.randn(2048, 448, device="cuda", dtype=torch.bfloat16)
-    real, real_grads = step(torch.compile(model, backend="loka", options={"plan": plan_of("torch:tensorwise")}), x)
+    real, real_grads = step(torch.compile(model, backend="loka", options={"plan": plan_of("torch:tensorwise", 1)}), x)
     torch._dynamo.reset()
-    emulated, grads = step(torch.compile(model, backend="loka", options={"plan": plan_of("emulated:tensorwise")}), x)
-    assert error(real, emulated) < 0.02
+    plan = plan_of("emulated:tensorwise", 1)
+    emulated, grads = step(torch.compile(model, backend="loka", options={"plan": plan}), x)
+    assert error(real, emulated) < 0.005
     for name, grad in grads.items():
-        if grad.any():
-            assert error(real_grads[name], grad) < 0.05, name
+        assert error(real_grads[name], grad) < 0.01 or not grad.any(), name
 
 
 def test_cuda_graphs_give_the_same_numbers_and_keep_earlier_results():
@@ -124,8 +130,7 @@ def test_cuda_graphs_give_the_same_numbers_and_keep_earlier_results():
         got = got.clone()
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, want_grads[name.removeprefix("_orig_mod.")] if name in want_grads else
-                                   want_grads[name], rtol=2e-2, atol=2e-2)  # fmt: skip
+        torch.testing.assert_close(grad, want_grads[name], rtol=2e-2, atol=2e-2)
 
 
 def test_autocast_and_a_dynamic_batch():
@@ -146,7 +151,7 @@ def test_auto_plans_for_this_card_and_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("LOKA_CACHE_DIR", str(tmp_path))
     model = Chain(2048, 3, 2048).cuda().bfloat16()
     compiled = torch.compile(model, backend="loka", options={"auto_calls": 2})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)
     losses = []
     for _ in range(6):
