@@ -117,7 +117,7 @@ def _numerics(flights: pd.DataFrame) -> pd.DataFrame:
     cyclic("departure", _minutes(flights["sched_dep_time"]), 1440)
     cyclic("arrival", _minutes(flights["sched_arr_time"]), 1440)
     cyclic("wind_direction", flights["wind_dir"], 360)
-    day = pd.to_datetime(flights[["year", "month", "day"]]).dt.dayofyear
+    day = pd.to_datetime(flights[["year", "month", "day"]]).dt.day_of_year
     cyclic("week", day % 7 + _minutes(flights["sched_dep_time"]) / 1440, 7)
     # Long tails: distances, seats, counts, and rain, which is nearly always zero.
     for name in ("distance", "seats", "departures", "carrier_departures"):
@@ -160,7 +160,7 @@ def _categories(flights: pd.DataFrame) -> dict[str, np.ndarray]:
     counted = {
         "origin": flights["origin"].map({name: i for i, name in enumerate(ORIGINS)}),
         "month": flights["month"] - 1,
-        "weekday": date.dt.dayofweek,
+        "weekday": date.dt.day_of_week,
         "hour": departure // 60,
         "quarter_hour": departure // 15,
         "arrival_hour": _minutes(flights["sched_arr_time"]) // 60 % 24,
