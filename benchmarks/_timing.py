@@ -27,25 +27,28 @@ def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
 
 
 def measure(arms: Mapping[str, Sequence[Call]], rounds: int = 25) -> dict[str, float]:
-    """Median microseconds of one call, for every arm.
+    """As :func:`measure_graphs`, from calls."""
+    return measure_graphs({name: (capture(calls), len(calls)) for name, calls in arms.items()}, rounds)
 
-    An arm is a list of calls that do the same on different inputs (so that the cache holds none of them); its graph
-    runs the whole list. Every round replays each arm once, so that clock and temperature drift hits all arms alike.
+
+def measure_graphs(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], rounds: int = 25) -> dict[str, float]:
+    """Median microseconds of one call, for every arm: a graph and the number of calls in it.
+
+    The calls of an arm do the same on different inputs, so that the cache holds none of them. Every round replays each arm once, so that clock and temperature drift hits all arms alike.
     """
-    graphs = {name: capture(calls) for name, calls in arms.items()}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for name, graph in graphs.items():
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph, _ in graphs.values():
         for _ in range(3):
             graph.replay()
     torch.cuda.synchronize()
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name, (graph, count) in graphs.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             stop.record()
             stop.synchronize()
-            times[name].append(start.elapsed_time(stop) * 1000 / len(arms[name]))
+            times[name].append(start.elapsed_time(stop) * 1000 / count)
     return {name: statistics.median(t) for name, t in times.items()}
 
 

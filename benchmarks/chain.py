@@ -29,7 +29,7 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from _timing import measure
+from _timing import capture, measure, measure_graphs
 
 from loka_compile.plan import Decision, Plan
 
@@ -191,7 +191,7 @@ def run_case(name: str, batch: int, width_in: int, width: int, layers: int, trai
         model.eval().requires_grad_(False)
     inputs = [torch.randn(batch, width_in, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     grad = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16) / batch if training else None
-    calls, extra = {}, {}
+    calls, extra, keep = {}, {}, []
     reference = None
     for arm, make in arms(model, training, wanted).items():
         torch._dynamo.reset()
@@ -215,14 +215,16 @@ def run_case(name: str, batch: int, width_in: int, width: int, layers: int, trai
                 reference = value
             if arm.startswith("E") and reference is not None:
                 extra[arm]["output_vs_B"] = round(((value - reference).norm() / reference.norm()).item(), 4)
-            calls[arm] = steps
+            # Captured now: the next arm resets Dynamo, and with it this arm's compiled code.
+            calls[arm] = (capture(steps), len(steps))
+            keep.append((compiled, steps))
             if profile_arms and arm.startswith(tuple(profile_arms)):
                 for kernel, count, us in kernels_of(steps[0]):
                     log(f"    {arm}: {us:7.1f} us {count}x {kernel[:110]}")
         except Exception as error:
             extra[arm] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             log(traceback.format_exc()[-1500:])
-    times = measure(calls, rounds=20)
+    times = measure_graphs(calls, rounds=20)
     log(f"{name}: " + " | ".join(f"{arm} {us:.1f}" for arm, us in times.items()))
     log(f"    {json.dumps(extra)}")
     return {"case": name, "us": times, "extra": extra}

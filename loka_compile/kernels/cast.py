@@ -61,7 +61,7 @@ def cast_transpose(
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
     _cast_transpose_kernel[grid](
         x, parts, q, qt, scale, m, n, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
-        CHUNK=min(1024, triton.next_power_of_2(max(count, 1))), WRITE_Q=with_q, WRITE_QT=with_qt,
+        CHUNK=max(32, min(1024, triton.next_power_of_2(max(count, 1)))), WRITE_Q=with_q, WRITE_QT=with_qt,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return q, qt, scale

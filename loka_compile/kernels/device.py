@@ -94,10 +94,21 @@ def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def bits(x):
+    """|x| as integers that order like the numbers, NaN above infinity."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def largest_of(tile_bits):
+    """The largest of a tile of :func:`bits`, as fp32; NaN if there is one."""
+    return tl.max(tl.max(tile_bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def amax(x):
-    """Largest |x| of a tile; NaN if there is one: as integers, the bits of a NaN are above those of infinity."""
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
-    return tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+    """Largest |x| of a tile; NaN if there is one."""
+    return largest_of(bits(x))
 
 
 @triton.jit
