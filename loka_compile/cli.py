@@ -51,7 +51,8 @@ def table_show(
         grid.add_row(
             *map(escape, (row.site, row.role, batch, str(row.n), str(row.k), row.candidate)),
             _number(row.mere), _interval(row), _number(row.mere_by_row),
-            _number(row.quantize_us, 1), _number(row.gemm_us, 1), _number(row.baseline_us, 1), _number(row.speedup, 2), escape(row.refused),
+            _number(row.quantize_us, 1), _number(row.gemm_us, 1), _number(row.baseline_us, 1),
+            _number(row.speedup, 2), escape(row.refused),
         )  # fmt: skip
     console.print(grid)
     hidden = sum(1 for row in table.rows if site in row.site) - len(shown)

@@ -221,6 +221,17 @@ def test_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path, mon
     assert os.listdir(tmp_path) == ["t.json"]
 
 
+def test_a_reader_that_is_half_through_goes_on_in_the_old_file(tmp_path):
+    path = tmp_path / "t.json"
+    table(*(row(recipe=f"r{i}") for i in range(50))).save(path)
+    whole = path.read_text()
+    with open(path) as reader:
+        start = reader.read(100)
+        table().save(path)
+        assert start + reader.read() == whole
+    assert len(Table.load(path)) == 1
+
+
 def test_a_reader_never_sees_a_part_of_a_file(tmp_path):
     path = tmp_path / "t.json"
     small, large = table(), table(*(row(recipe=f"r{i}") for i in range(200)))

@@ -273,6 +273,17 @@ def test_bound_of_the_input_reaches_costs_and_quantisation():
     assert free.mere != paid.mere
 
 
+def test_bound_of_the_input_reaches_grad_weight_too():
+    seen = samples(32, 64, inputs=[torch.full((64, 64), 1.0 + 1 / 16)], grad_outputs=[torch.ones(64, 32)], calls=1,
+                   roles=["grad_weight"], dtype="float32")  # fmt: skip
+    free = one(run(a__0=dataclasses.replace(seen, input_bound=16.0)), provider="torch", recipe="tensorwise")
+    paid = one(run(a__0=seen), provider="torch", recipe="tensorwise")
+    # 17/16 * 16 = 17 lies halfway between two e4m3 numbers; at 448/amax it is 448 exactly.
+    assert free.mere == pytest.approx(1 / 17, rel=1e-6)
+    assert paid.mere < 1e-6
+    assert free.quantize_us < paid.quantize_us
+
+
 def test_no_target_means_no_cost_and_nothing_eligible():
     table = run(None)
     for row in rows_of(table, provider="emulated"):
