@@ -143,7 +143,7 @@ class _Output(torch.autograd.Function):
 
 
 def _probe_output(y: Tensor, token: Tensor, call: int) -> Tensor:
-    return _Output.apply(y, token, call)
+    return _Output.apply(y, token, call)  # type: ignore[no-untyped-call]
 
 
 _lib.impl("input", _probe_input, "CompositeExplicitAutograd")
