@@ -83,11 +83,16 @@ def quantize(
     values = x.to(torch.float32)
     if scaling is Scaling.TENSORWISE and bound is not None:
         factor = fixed_scale(bound, dtype)
-        scale = x.new_full((), 1.0 / factor, dtype=torch.float32)
+        # Made without x, so that the scales of all bounded operands of a graph are one node after CSE.
+        scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=x.device)
         values = values * factor
     else:
         scale, values = _scale_groups(values, _group_shape(scaling, transpose), fp8_max)
+    # The cast comes before the blocks are joined again: only then do amax, division and cast share one loop, which
+    # Inductor makes one kernel of (1x128, a multiple of 128).
     data = values.clamp(-fp8_max, fp8_max).to(dtype)
+    if data.dim() != 2:
+        data = data.reshape(x.shape)
     if transpose:
         data = data.t()
         scale = scale.t() if scale.dim() == 2 else scale
@@ -156,7 +161,10 @@ def _group_shape(scaling: Scaling, transpose: bool) -> tuple[int | None, int | N
 
 
 def _scale_groups(x: Tensor, group: tuple[int | None, int | None], fp8_max: float) -> tuple[Tensor, Tensor]:
-    """Scale of every group, in the stored orientation ([rows] for ROWWISE), and x divided by it."""
+    """Scale of every group, in the stored orientation ([rows] for ROWWISE), and x divided by it.
+
+    Where blocks fit exactly, the second result keeps each split dimension as [blocks, 128].
+    """
     if BLOCK not in group:
         dims = [dim for dim in (0, 1) if group[dim] is None]
         scale = _scale_of(_amax(x, dims), fp8_max)
@@ -169,9 +177,7 @@ def _scale_groups(x: Tensor, group: tuple[int | None, int | None], fp8_max: floa
     inner = [dim + 1 if position == 0 else dim + 2 for position, dim in enumerate(split)]
     scale = _scale_of(_amax(blocks, inner, keepdim=True), fp8_max)
     if not ragged:
-        # The amax and the division see the same loop over blocks, which lets Inductor make one kernel of them.
-        scaled = (blocks * scale.reciprocal()).reshape(x.shape)
-        return scale.squeeze(inner), scaled
+        return scale.squeeze(inner), blocks * scale.reciprocal()
     scale = scale.squeeze(inner)
     inverse = scale.reciprocal()
     for dim in split:

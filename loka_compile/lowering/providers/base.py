@@ -70,6 +70,10 @@ class Provider:
         """The installed distributions that the kernels come from, e.g. ``"mslk-cuda 1.1.0"``; "" if there is none."""
         found = []
         for distribution in self.distributions:
+            if distribution == "torch":
+                # With the build tag (+cu130), which the distribution's metadata may leave out.
+                found.append(f"torch {torch.__version__}")
+                continue
             try:
                 found.append(f"{distribution} {metadata.version(distribution)}")
             except metadata.PackageNotFoundError:
