@@ -137,13 +137,10 @@ def check():
         g = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
         F.hardswish(block_norm(x)).backward(g.double())
         expect = (F.hardswish(yb.float()) * 16).clamp(-448, 448).to(FP8)
-        for parts in (None, g.abs().max().float().reshape(1)):
-            dx, gq, gqt, scale, amax, xt = bnb.block_norm_backward(g, yb, rstd, block=256, hardswish=True, with_xt=True, parts=parts)
-            worst[f"dx {m},{n},{k} {tma}"] = relative(dx, x.grad)
-            worst[f"amax {m},{n},{k} {tma}"] = abs(amax.max().item() / dx.abs().max().item() - 1) > 0.01
-            worst[f"xt {m},{n},{k} {tma}"] = (expect.float().T - xt.float()).abs().max().item()
-            if parts is not None:
-                worst[f"gq {m},{n},{k} {tma}"] = relative(gq.float() * scale, x.grad) + (gq.float().T - gqt.float()).abs().max().item()
+        dx, amax, xt = bnb.block_norm_backward(g, yb, rstd, block=256, hardswish=True, with_xt=True)
+        worst[f"dx {m},{n},{k} {tma}"] = relative(dx, x.grad)
+        worst[f"amax {m},{n},{k} {tma}"] = abs(amax.max().item() - dx.abs().max().item())
+        worst[f"xt {m},{n},{k} {tma}"] = relative(xt.float().T, expect.double())
         for dtype in (FP8, E5M2):
             q2, qt, s = cast.cast_transpose(dx, amax, dtype)
             e = (dx.float() * (cast.LIMITS[dtype] / amax.max())).clamp(-cast.LIMITS[dtype], cast.LIMITS[dtype]).to(dtype)
@@ -173,7 +170,7 @@ def main():
     from _timing import copies_past_l2, measure
 
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": {} if options.backward else check(), "rows": []}
-    bad = {k: v for k, v in results["check"].items() if not v < {"y": 1e-3, "q": 0.04, "d": 0.01, "e": 0.01, "w": 0.04, "s": 1e-3, "g": 0.08}.get(k[0], 1e-9)}
+    bad = {k: v for k, v in results["check"].items() if not v < {"y": 1e-3, "q": 0.04, "d": 0.01, "e": 0.01, "w": 0.04, "s": 1e-3, "x": 0.01}.get(k[0], 1e-9)}
     print(f"checked {len(results['check'])}, suspicious: {json.dumps(bad, indent=0)}", f"{time.time() - start:.0f} s", flush=True)
 
     def report(kind, shape, arms, note=""):
@@ -218,12 +215,11 @@ def main():
         arms = {f"cast_transpose {bm}x{bn}/w{w}": [lambda t=t, bm=bm, bn=bn, w=w: cast.cast_transpose(t["y"], parts, E5M2, block_m=bm, block_n=bn, warps=w) for t in sets] for bm, bn, w in [(64, 128, 4), (128, 128, 8), (128, 64, 4), (64, 64, 4), (32, 128, 4)]}
         report("cast_transpose", (m, n), arms)
         arms = {}
-        for bm, w in [(32, 8), (64, 8), (16, 4), (32, 4), (64, 16), (16, 2), (8, 2)]:
-            def call(t, fp8, bm=bm, w=w):
+        for bm, w in [(32, 8), (64, 8), (16, 4), (32, 4), (32, 16), (64, 16)]:
+            def call(t, bm=bm, w=w):
                 bnb.BLOCK_M, bnb.WARPS = bm, w
-                bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, hardswish=True, with_xt=True, parts=parts if fp8 else None, with_dx=not fp8)
-            arms[f"amax {bm}/w{w}"] = [lambda t=t, call=call: call(t, False) for t in sets]
-            arms[f"e5m2 {bm}/w{w}"] = [lambda t=t, call=call: call(t, True) for t in sets]
+                bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, hardswish=True, with_xt=True)
+            arms[f"{bm}/w{w}"] = [lambda t=t, call=call: call(t) for t in sets]
         report("block_norm_backward", (m, n), arms)
     for n in () if options.backward else (512, 1024, 2048, 4096):
         sets = [[torch.randn(n, n, device="cuda").bfloat16() for _ in range(4)] for _ in range(3)]

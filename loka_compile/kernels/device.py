@@ -89,8 +89,14 @@ def hardswish_derivative(x):
 
 @triton.jit
 def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr):
-    """x * scale, saturated at the format's largest number, as FP8. NaN stays NaN."""
-    return tl.clamp(x * scale, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(TYPE)
+    """x * scale, saturated at the format's largest number, as FP8. NaN stays NaN.
+
+    By comparisons and not by a NaN-propagating clamp: next to min.NaN and max.NaN Triton 3.6 miscompiles transposed
+    FP8 stores (triton-lang/triton #11111).
+    """
+    x = x * scale
+    x = tl.where(x > LIMIT, LIMIT, x)
+    return tl.where(x < -LIMIT, -LIMIT, x).to(TYPE)
 
 
 @triton.jit

@@ -9,9 +9,6 @@ from torch import Tensor
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 #: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
 AMAX_FLOOR = 1e-12
-#: Where the largest gradient of the layer above lands in e5m2 (max 57344) when a layer's own amax is not known yet:
-#: it may grow 896-fold from one layer to the next before it saturates, and what is 2**20 times smaller stays normal.
-E5M2_TARGET = 64.0
 
 
 def wide(x: Tensor) -> Tensor:
@@ -58,12 +55,6 @@ def block_norm_backward_ref(
     for gp, yp, r in zip(g.split(block, 1), y.split(block, 1), rstd.split(1, 1), strict=True):
         out.append(r * (gp - yp * (gp * yp).mean(1, keepdim=True)))
     return torch.cat(out, 1)
-
-
-def predicted_factor_ref(parts: Tensor) -> Tensor:
-    """The power of two that brings the largest of ``parts`` to at most E5M2_TARGET."""
-    amax = parts.max().to(torch.float32).clamp(min=AMAX_FLOOR)
-    return torch.exp2(torch.floor(torch.log2(E5M2_TARGET / amax)))
 
 
 def hardswish_fp8_ref(y: Tensor, factor: float) -> Tensor:

@@ -99,31 +99,25 @@ def test_backward(m: int, n: int, hardswish: bool) -> None:
     y, grad = torch.randn(m, n) * 2, torch.randn(m, n)
     y[0, :3] = torch.tensor([-3.0, 3.0, 0.0])
     rstd = torch.rand(m, -(-n // 256)) + 0.5
-    dx, _, _, _, amax, _ = block_norm_backward(grad, y, rstd, block=256, hardswish=hardswish, with_xt=False)
+    dx, amax, _ = block_norm_backward(grad, y, rstd, block=256, hardswish=hardswish, with_xt=False)
     expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, hardswish)
     torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
     assert amax.max().item() == pytest.approx(expected.abs().max().item(), rel=1e-5)
 
 
-def test_backward_in_fp8_scales_by_the_layer_above_and_transposes() -> None:
-    y, grad, rstd = torch.randn(37, 384), torch.randn(37, 384) * 1e-5, torch.rand(37, 2) + 0.5
-    above = grad.abs().amax(1)
-    dx, q, qt, scale, _, xt = block_norm_backward(
-        grad, y, rstd, block=256, hardswish=True, with_xt=True, parts=above, with_dx=False
-    )
-    assert dx.numel() == 0
-    assert scale.item() == 1.0 / ref.predicted_factor_ref(above).item()
-    assert torch.equal(q.float().t(), qt.float())
+def test_backward_writes_the_transposed_activation() -> None:
+    y, grad, rstd = torch.randn(37, 384), torch.randn(37, 384), torch.rand(37, 2) + 0.5
+    xt = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=True)[2]
+    expected = ref.hardswish_fp8_ref(y, 16.0).float().t()
     assert xt.shape == (384, 37)
-    # Coarse, because the interpreter's casts are wrong: half of a value at most.
-    expected = ref.block_norm_backward_ref(grad, y, rstd, 256, True)
-    assert ((q.float() * scale - expected).abs() <= 0.55 * expected.abs() + 1e-9).all()
+    # Coarse, because the interpreter's casts are wrong by up to half of the value.
+    assert ((xt.float() - expected).abs() <= 0.55 * expected.abs() + 2.0**-8).all()
 
 
 def test_nan_reaches_the_maxima() -> None:
     y, grad, rstd = torch.randn(5, 256), torch.randn(5, 256), torch.rand(5, 1)
     grad[3, 200] = float("nan")
-    amax = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=False)[4]
+    amax = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=False)[1]
     assert amax.isnan().any()
     scale = cast_transpose(grad, amax, torch.float8_e5m2)[2]
     assert scale.isnan()

@@ -70,6 +70,12 @@ def fuse(graph: fx.Graph, report: Report) -> int:
     return fused
 
 
+def will_fuse(norm: fx.Node) -> bool:
+    """Whether :func:`fuse` would take this ``loka::block_norm``; asked on the joint graph, before partitioning."""
+    product = _product_of(norm)
+    return product is not None and not _refusal(norm, product)
+
+
 def on_this_device(value: torch.Tensor) -> str:
     """Why the kernels cannot run on the device of ``value``, or ""."""
     if value.device.type != "cuda":
@@ -249,4 +255,4 @@ def _drop_dead_clamps(node: fx.Node, bound: float) -> str:
     return found
 
 
-__all__ = ["block_refusal", "fuse", "on_this_device"]
+__all__ = ["block_refusal", "fuse", "on_this_device", "will_fuse"]

@@ -10,7 +10,6 @@ GEMM's epilogue.
 from __future__ import annotations
 
 import logging
-import operator
 
 import torch
 from torch import fx
@@ -62,68 +61,21 @@ def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Rep
         report.fusions.append(f"{name}: backward of BlockNorm not fused: {reason}")
         return 0
     source = activation.args[0] if activation is not None else grad
-    common = (block, activation is not None)
-    above = _amax_above(source)
-    formats = {q.dtype for q in consumers}
-    one_pass = formats == {torch.float8_e5m2} and above is not None
     with graph.inserting_before(norm):
-        if one_pass:
-            readers = {reader for q in consumers for reader in _reads(q)}
-            dx, q, qt, scale, _, xt = emit(
-                graph, norm, torch.ops.loka.block_norm_backward_fp8.default,
-                (source, strip(y), rstd, above, *common, any(u not in readers for u in norm.users), bool(copies)),
-            )  # fmt: skip
-            _replace(consumers, q, qt, scale)
-        else:
-            dx, amax, xt = emit(
-                graph, norm, torch.ops.loka.block_norm_backward_amax.default,
-                (source, strip(y), rstd, *common, bool(copies)),
-            )  # fmt: skip
-            for dtype in sorted(formats, key=str):
-                _cast(graph, norm, dx, amax, dtype, [q for q in consumers if q.dtype == dtype])
+        dx, amax, xt = emit(
+            graph, norm, torch.ops.loka.block_norm_backward_amax.default,
+            (source, strip(y), rstd, block, activation is not None, bool(copies)),
+        )  # fmt: skip
+        for dtype in dict.fromkeys(q.dtype for q in consumers):
+            _cast(graph, norm, dx, amax, dtype, [q for q in consumers if q.dtype == dtype])
     norm.replace_all_uses_with(dx)
     for copy in copies:
         copy.replace_all_uses_with(xt)
     words = "HardSwish' + BlockNorm'" if activation is not None else "BlockNorm'"
     extra = " + FP8 transpose of the layer's output" if copies else ""
-    if one_pass:
-        extra += " + e5m2 gradient in both layouts"
-    second = ", FP8 gradient in both layouts in a second" if consumers and not one_pass else ""
+    second = ", FP8 gradient in both layouts in a second" if consumers else ""
     report.fusions.append(f"{name}: {words} + amax{extra} in one kernel{second}")
     return 1
-
-
-def _amax_above(source: object) -> fx.Node | None:
-    """The maxima of the gradient that the GEMM before ``source`` read, if one of our operators found them."""
-    product = strip(source) if isinstance(source, fx.Node) else None
-    if product is None or not is_call(product, aten._scaled_mm.default):
-        return None
-    operand = product.args[0]
-    if not (isinstance(operand, fx.Node) and operand.target is operator.getitem):
-        return None
-    maker = operand.args[0]
-    if is_call(maker, torch.ops.loka.block_norm_backward_fp8.default):
-        return _item(maker, 4)  # type: ignore[arg-type]
-    if is_call(maker, torch.ops.loka.cast_transpose.default):
-        return maker.args[1]  # type: ignore[union-attr,return-value]
-    return None
-
-
-def _item(node: fx.Node, index: int) -> fx.Node:
-    return next(u for u in node.users if u.target is operator.getitem and u.args[1] == index)
-
-
-def _reads(q: Quantise) -> set[fx.Node]:
-    """The first nodes of a quantisation, which read its source."""
-    found, todo = set(), [q.node]
-    while todo:
-        node = todo.pop()
-        for source in node.all_input_nodes:
-            if source is q.source:
-                found.add(node)
-            else:
-                todo.append(source)
-    return found
 
 
 def _cast(
@@ -135,10 +87,6 @@ def _cast(
     q, qt, scale = emit(
         graph, norm, torch.ops.loka.cast_transpose.default, (dx, amax, dtype, bool(direct), bool(copies))
     )  # fmt: skip
-    _replace(consumers, q, qt, scale)
-
-
-def _replace(consumers: list[Quantise], q: fx.Node, qt: fx.Node, scale: fx.Node) -> None:
     for consumer in consumers:
         for copy in consumer.transposes():
             copy.replace_all_uses_with(qt)

@@ -3,7 +3,6 @@
     gemm_block_norm           y, rstd = BlockNorm(a @ b * scales)
     gemm_split_k              partial products that the consumer adds up
     block_norm_backward_amax  gradient through HardSwish and BlockNorm, its tile maxima, the FP8 transpose of the input
-    block_norm_backward_fp8   the same with the gradient in e5m2 in both layouts, scaled by the layer above
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
     quantize_weights          every weight of a model in FP8, in both orientations
 
@@ -33,11 +32,6 @@ LIBRARY.define(
 LIBRARY.define(
     "block_norm_backward_amax(Tensor grad, Tensor y, Tensor rstd, int block, bool hardswish, bool with_xt) "
     "-> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-LIBRARY.define(
-    "block_norm_backward_fp8(Tensor grad, Tensor y, Tensor rstd, Tensor amax, int block, bool hardswish, bool with_dx, "
-    "bool with_xt) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 LIBRARY.define(
@@ -145,51 +139,9 @@ def _backward_cuda(
     if grad.numel() == 0:
         dx, amax, xt = _backward_fake(grad, y, rstd, block, hardswish, with_xt)
         return dx, amax.zero_(), xt
-    dx, _, _, _, amax, xt = block_norm_backward(
+    return block_norm_backward(
         grad.contiguous(), y.contiguous(), rstd.contiguous(), block=block, hardswish=hardswish, with_xt=with_xt
     )
-    return dx, amax, xt
-
-
-def _backward_fp8_fake(
-    grad: Tensor, y: Tensor, rstd: Tensor, amax: Tensor, block: int, hardswish: bool, with_dx: bool, with_xt: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As above, with ``amax`` the maxima of the layer above -> dx (empty unless with_dx), dx in e5m2 [M, N] and
-    [N, M], the scale [] of both, the maxima of |dx|, xt."""
-    m, n = grad.shape
-    dx, parts, xt = _backward_fake(grad, y, rstd, block, hardswish, with_xt)
-    return (
-        dx if with_dx else grad.new_empty((0,)),
-        grad.new_empty((m, n), dtype=torch.float8_e5m2),
-        grad.new_empty((n, m), dtype=torch.float8_e5m2),
-        grad.new_empty((), dtype=torch.float32),
-        parts,
-        xt,
-    )
-
-
-def _backward_fp8_any(
-    grad: Tensor, y: Tensor, rstd: Tensor, amax: Tensor, block: int, hardswish: bool, with_dx: bool, with_xt: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    factor = ref.predicted_factor_ref(amax) if amax.numel() else amax.new_ones(())
-    wide = ref.block_norm_backward_ref(grad, y, rstd, block, hardswish)
-    q = ref.to_fp8(wide, factor, torch.float8_e5m2)
-    dx, parts, xt = _backward_any(grad, y, rstd, block, hardswish, with_xt)
-    qt = q.t().clone(memory_format=torch.contiguous_format)
-    return dx if with_dx else dx.new_empty((0,)), q, qt, 1.0 / factor, parts, xt
-
-
-def _backward_fp8_cuda(
-    grad: Tensor, y: Tensor, rstd: Tensor, amax: Tensor, block: int, hardswish: bool, with_dx: bool, with_xt: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from loka_compile.kernels.block_norm_backward import block_norm_backward
-
-    if grad.numel() == 0:
-        return _backward_fp8_any(grad, y, rstd, amax, block, hardswish, with_dx, with_xt)
-    return block_norm_backward(
-        grad.contiguous(), y.contiguous(), rstd.contiguous(), block=block, hardswish=hardswish, with_xt=with_xt,
-        parts=amax.contiguous(), with_dx=with_dx,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- casts
@@ -249,7 +201,6 @@ for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
     ("gemm_split_k", _gemm_split_k_any, _gemm_split_k_cuda, _gemm_split_k_fake),
     ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
-    ("block_norm_backward_fp8", _backward_fp8_any, _backward_fp8_cuda, _backward_fp8_fake),
     ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
     ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
 ):
