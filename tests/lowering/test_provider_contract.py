@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import NATIVE, ROWWISE, Gemm, Recipe, Role, Scaling
@@ -208,6 +209,20 @@ def test_inductor(name, recipe, role, device):
         expected = provider.gemm(a, a_t, b, b_t, recipe, torch.bfloat16).double()
         # A value that sits on a rounding boundary may go the other way in compiled code.
         assert (compiled(a, b).double() - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_the_baseline_is_the_node_that_was_there(role):
+    """Bit for bit what torch computes, and one mm over views: nothing is copied or quantised."""
+    provider = get_provider("high_precision")
+    a_t, b_t = stored(role)
+    a, b = operand(199, 384, a_t, 1), operand(256, 384, b_t, 2)
+    traced = make_fx(lambda a, b: provider.gemm(a, a_t, b, b_t, NATIVE, torch.bfloat16))(a, b)
+    traced.graph.eliminate_dead_code()
+    targets = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets.count("aten.mm.default") == 1
+    assert set(targets) <= {"aten.mm.default", "aten.t.default"}
+    assert torch.equal(traced(a, b), torch.mm(a.t() if a_t else a, b if b_t else b.t()))
 
 
 def test_bounds_reach_the_quantiser():
