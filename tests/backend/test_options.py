@@ -35,6 +35,7 @@ WRONG = [
     ("block_size", 256.0, ConfigError, ["'block_size'", "256.0"]),
     ("block_size", True, ConfigError, ["'block_size'", "True"]),
     ("remove_final_bias", 1, ConfigError, ["'remove_final_bias'", "1", "True or False"]),
+    ("fuse", "no", ConfigError, ["'fuse'", "'no'", "True or False"]),
     ("table", "/nowhere/table.json", ConfigError, ["'table'", "/nowhere/table.json", "no such file", '"auto"', '"off"']),
     ("table", None, ConfigError, ["'table'", "None", '"auto"']),
     ("table", 7, ConfigError, ["'table'", "7"]),
