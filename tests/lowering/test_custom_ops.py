@@ -1,10 +1,12 @@
 """Every custom op of the kernel libraries against torch's rules for custom ops and against its meaning."""
 
+import importlib
+
 import pytest
 import torch
 
 from loka_compile.gemm import Scaling
-from loka_compile.lowering.providers import deepgemm, mslk, torch_scaled_mm
+from loka_compile.lowering.providers import PROVIDERS, deepgemm, mslk, torch_scaled_mm
 from loka_compile.lowering.quantize import dequantize, quantize
 
 SMALL, SQUARE = Scaling.BLOCK_1X128, Scaling.BLOCK_128X128
@@ -53,11 +55,10 @@ def test_custom_op(name, m):
 
 def test_all_custom_ops_are_here():
     tested = {entry[0]._qualname for entry in OPS.values()}
-    modules = (torch_scaled_mm, mslk, deepgemm)
     defined = {
         value._qualname
-        for module in modules
-        for value in vars(module).values()
+        for _, module, _ in PROVIDERS
+        for value in vars(importlib.import_module(module)).values()
         if isinstance(value, torch.library.CustomOpDef)
     }
     assert tested == defined
