@@ -47,6 +47,8 @@ class LokaConfig:
     providers: tuple[str, ...] | None = None
     #: Passes to leave out, by name.
     disable_passes: tuple[str, ...] = ()
+    #: Put normalisation, activation and quantisation into the GEMM kernels where that was measured to be faster.
+    fuse: bool = True
     #: How many calls ``table="auto"`` samples before it plans.
     auto_calls: int = 20
     #: Keep every stage's graph for ``report.graph`` and ``report.diff``; bypasses the compile caches.
@@ -65,7 +67,7 @@ class LokaConfig:
             isinstance(self.block_size, int) and 16 <= self.block_size <= 4096 and self.block_size.bit_count() == 1,
             "block_size", self.block_size, "a power of two from 16 to 4096",
         )  # fmt: skip
-        for name in ("remove_final_bias", "inspect"):
+        for name in ("remove_final_bias", "fuse", "inspect"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require(_is_number(self.max_mere) and self.max_mere >= 0, "max_mere", self.max_mere, "a number >= 0")
         _require(_is_number(self.min_speedup) and self.min_speedup > 0, "min_speedup", self.min_speedup, "a number > 0")

@@ -12,6 +12,8 @@ all shapes. What was not measured is derived by these rules, and all of it is an
 * An operand with a proven bound costs nothing under tensorwise scaling: the scale is fixed and the cast is fused into
   the producer. Under the other scalings an amax remains, and so does the cost. Its transposed copy is still paid for.
 * Every GEMM pays for both its operands; what neighbouring GEMMs could share is not credited.
+* On a target with fused kernels, a tensorwise operand that such a kernel quantises (``Gemm.a_fused``, ``b_fused``) costs
+  the bytes it adds, at the copy bandwidth.
 * The baseline of an fp32 site is TF32: half the bf16 rate of flops, twice the bytes.
 """
 
@@ -157,6 +159,11 @@ class CostTable:
             raise CorruptFileError(f"cost table {target!r} lacks the columns {missing}")
         return cls(target, zip((number for number, _ in body[1:]), reader, strict=False), meta)
 
+    @functools.cached_property
+    def has_fused_kernels(self) -> bool:
+        """Whether configurations of our fused kernels ship for this target."""
+        return (importlib.resources.files("loka_compile") / "data" / f"fused_{self.target}.json").is_file()
+
     def candidates(self) -> tuple[tuple[str, str], ...]:
         """The measured (provider, recipe) pairs, the baseline left out."""
         return tuple(sorted({key[:2] for key in self._gemms if key[:2] != BASELINE}))
@@ -176,8 +183,8 @@ class CostTable:
         time, measured = self._gemm_us(provider, name, gemm)
         if time is None:
             return None
-        a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, gemm.role is Role.GRAD_WEIGHT, gemm.a_bound)
-        b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, gemm.role is not Role.FORWARD, gemm.b_bound)
+        a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, gemm.role is Role.GRAD_WEIGHT, gemm.a_bound, gemm.a_fused)
+        b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, gemm.role is not Role.FORWARD, gemm.b_bound, gemm.b_fused)
         return None if a is None or b is None else Latency(a, b, time, measured)
 
     def baseline(self, gemm: Gemm) -> float:
@@ -214,11 +221,23 @@ class CostTable:
         return model - float(surface.coefficients[0])
 
     def _quantize_us(
-        self, scaling: Scaling, rows: int, contraction: int, gemm: Gemm, transposed: bool, bound: float | None
+        self,
+        scaling: Scaling,
+        rows: int,
+        contraction: int,
+        gemm: Gemm,
+        transposed: bool,
+        bound: float | None,
+        fused: bool,
     ) -> float | None:
         """Microseconds of one operand ``[rows, contraction]``, or None if its quantiser was never measured."""
         if scaling is Scaling.NONE:
             return 0.0
+        if fused and scaling is Scaling.TENSORWISE and self.has_fused_kernels and not (bound and not transposed):
+            # The producer writes one FP8 byte more per element; weights are read for it as well.
+            is_weight = rows == gemm.n and gemm.role is not Role.GRAD_WEIGHT
+            width = 1 + (_width(gemm.dtype) if is_weight else 0)
+            return self._per_megabyte * width * rows * contraction * _MEGA
         if scaling is Scaling.BLOCK_128X128 and not any(key[0] is scaling for key in self._quantizers):
             scaling = Scaling.BLOCK_1X128
         dtype = _ALIKE.get(gemm.dtype, gemm.dtype)

@@ -78,6 +78,8 @@ class Gemm:
     ``m``, ``n``, ``k`` are plain numbers; a dynamic batch enters as its hint, and ``dynamic`` names the letters that
     vary from call to call. ``a_bound`` and ``b_bound`` are proven upper bounds of the operands' absolute values
     (16 after BlockNorm over blocks of 256): such an operand is quantised with a fixed scale, without an amax.
+    ``a_fused`` and ``b_fused``: a tensorwise quantisation of that operand is part of a fused kernel (the one that
+    produces it, or the one that quantises all weights), so that only the bytes written count.
     """
 
     site: str
@@ -89,6 +91,8 @@ class Gemm:
     dynamic: str = ""
     a_bound: float | None = None
     b_bound: float | None = None
+    a_fused: bool = False
+    b_fused: bool = False
 
     @property
     def flops(self) -> int:

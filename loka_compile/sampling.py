@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from loka_compile.gemm import Gemm, Role
+from loka_compile.lowering.fused.joint import quantised_by_fusion
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.joint import gemms_of
 from loka_compile.lowering.roles import MatMul
@@ -51,6 +52,7 @@ class _Site:
     inputs: list[Tensor] = field(default_factory=list)
     grad_outputs: list[Tensor] = field(default_factory=list)
     gemms: dict[Role, Gemm] = field(default_factory=dict)
+    fused: set[str] = field(default_factory=set)
 
 
 class Sampler:
@@ -74,6 +76,7 @@ class Sampler:
         """Tap activation and weight of every forward GEMM, and the output gradient of every backward one."""
         for matmul, gemm in gemms_of(graph):
             self._sites[matmul.site].gemms[matmul.role] = gemm
+            self._sites[matmul.site].fused |= quantised_by_fusion(matmul)
             first, second = matmul.positions
             if matmul.role is Role.FORWARD:
                 self._tap(matmul, first, "input", flip=False)
@@ -129,5 +132,7 @@ class Sampler:
                     batch=forward.m,
                     input_bound=forward.a_bound,
                     roles=frozenset(kept.gemms),
+                    dynamic="m" in forward.dynamic,
+                    fused=frozenset(kept.fused),
                 )
         return out

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
 from loka_compile.errors import LoweringError
 from loka_compile.lowering.decomposition_table import KEPT_WHOLE
+from loka_compile.lowering.fused.forward import will_fuse
 from loka_compile.lowering.inline import replace_with
 from loka_compile.ops import DECOMPOSITIONS
 
 
-def decompose(graph: fx.Graph) -> None:
-    """Inline the reference of each remaining BlockNorm and the decomposition of each remaining HardSwish."""
+aten = torch.ops.aten
+
+
+def decompose_unfusable(graph: fx.Graph) -> None:
+    """On the joint graph: take apart what no fused kernel will swallow.
+
+    Here, and not later, so that the partitioner sees plain arithmetic and is free to recompute it in the backward
+    instead of saving it.
+    """
+    kept = {n for n in graph.nodes if n.target is torch.ops.loka.block_norm.default and will_fuse(n)}
+    kept |= {n for n in graph.nodes if n.target is aten.hardswish.default and _source(n) in kept}
+    decompose(graph, kept)
+
+
+def decompose(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> None:
+    """Inline the reference of each BlockNorm and the decomposition of each HardSwish that is not in ``kept``."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
     rules = {**{op: table[op] for op in KEPT_WHOLE if op in table}, **DECOMPOSITIONS}
     for node in list(graph.nodes):
         rule = rules.get(node.target) if node.op == "call_function" else None
-        if rule is not None:
+        if rule is not None and node not in kept:
             replace_with(node, rule)
+
+
+def _source(node: fx.Node) -> object:
+    """The BlockNorm behind a HardSwish, past casts and the choice of its first result."""
+    while isinstance(node, fx.Node) and node.target is not torch.ops.loka.block_norm.default:
+        node = node.args[0] if node.args else None  # type: ignore[assignment]
+    return node
 
 
 def check_lowered(graph: fx.Graph) -> None:

@@ -20,7 +20,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from loka_compile.config import LokaConfig
-from loka_compile.lowering.decompose import check_lowered, decompose
+from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
+from loka_compile.lowering.fused.forward import fuse
+from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
 from loka_compile.plan import Plan
 from loka_compile.report import Report
@@ -63,6 +65,10 @@ class JointPass(CustomGraphPass):
     def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointPass:
+        """Itself: torch copies its options here and there, and a hook belongs to one compile."""
+        return self
+
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place."""
         low = self.lowering
@@ -74,6 +80,12 @@ class JointPass(CustomGraphPass):
             low.tap(graph)
         else:
             lower_gemms(graph, low.plan, low.report, emulate=low.emulate)
+            if low.config.fuse:
+                fuse_joint(graph, low.report)
+        if low.config.fuse:
+            decompose_unfusable(graph)
+        else:
+            decompose(graph)
         _finish(graph)
         _keep(low.report, "joint", graph)
 
@@ -88,12 +100,18 @@ class PostGradPass(CustomGraphPass):
     def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PostGradPass:
+        """Itself: torch copies its options here and there, and a hook belongs to one compile."""
+        return self
+
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place."""
         low = self.lowering
         _run_user(low.user_post_grad, graph)
         half = "forward" if "forward" not in low.ran else "backward"
         low.ran.append(half)
+        if low.config.fuse:
+            fuse(graph, low.report)
         decompose(graph)
         check_lowered(graph)
         _finish(graph)

@@ -87,15 +87,13 @@ def _decide(plan: Plan | None, gemm: Gemm) -> Decision:
     if decision is not None:
         return decision
     reason = "no plan" if plan is None else "the plan does not name this GEMM"
-    return Decision(gemm.site, str(gemm.role), "high_precision", NATIVE.name, reason, None, None, ())
+    return Decision(gemm.site, str(gemm.role), "high_precision", NATIVE.name, reason)
 
 
 def _as_run(decision: Decision, fallback: str) -> Decision:
     if not fallback:
         return decision
-    return Decision(
-        decision.site, decision.role, "high_precision", NATIVE.name, fallback, None, None, decision.verdicts
-    )
+    return Decision(decision.site, decision.role, "high_precision", NATIVE.name, fallback, verdicts=decision.verdicts)
 
 
 def _lower(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> str:

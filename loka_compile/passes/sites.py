@@ -104,6 +104,9 @@ def _fqn(weight: fx.Node) -> str:
     """``b.0.lin`` for the parameter ``b.0.lin.weight``; other parameters keep their own name."""
     if weight.op == "get_attr":
         name = str(weight.target)
+        owner = weight.graph.owning_module
+        if owner is not None:  # Dynamo flattens names when it makes attributes of parameters (freezing)
+            name = owner.meta.get("dynamo_flat_name_to_original_fqn", {}).get(name, name)
     else:
         name = clean_source(_source_name(weight))
     return name.removesuffix(".weight")

@@ -18,8 +18,10 @@ is measured by second differences, which a smooth course does not reach:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +71,7 @@ class NormSeries:
         """The class of this series."""
         return classify(self.values)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """As plain values for JSON."""
         return {
             "capacity": self.capacity,
@@ -80,11 +82,12 @@ class NormSeries:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, object]) -> NormSeries:
-        """The series whose ``state()`` this is."""
-        new = cls(int(state["capacity"]))  # type: ignore[call-overload]
-        new.stride, new._seen = int(state["stride"]), int(state["seen"])  # type: ignore[call-overload]
-        new.steps, new.values = list(state["steps"]), list(state["values"])  # type: ignore[call-overload]
+    def from_state(cls, state: Mapping[str, Any]) -> NormSeries:
+        """The series whose ``state()`` this is; it may have been through JSON, where NaN is null."""
+        new = cls(int(state["capacity"]))
+        new.stride, new._seen = int(state["stride"]), int(state["seen"])
+        new.steps = [int(step) for step in state["steps"]]
+        new.values = [math.nan if value is None else float(value) for value in state["values"]]
         return new
 
 

@@ -37,6 +37,8 @@ class SiteSamples:
     roles: Collection[Role | str] = field(default_factory=lambda: tuple(Role))
     #: True when M varies from call to call.
     dynamic: bool = False
+    #: What a fused kernel of the target would quantise: "weight", "grad_output", "input" (for grad_weight).
+    fused: Collection[str] = ()
 
     @property
     def weights(self) -> list[Tensor]:
@@ -47,11 +49,14 @@ class SiteSamples:
         """The GEMM of ``role``, with the real batch size."""
         n, k = self.weights[0].shape
         m = self.batch
+        weight, grad, x = (name in self.fused for name in ("weight", "grad_output", "input"))
+        batch = "m" if self.dynamic else ""
         if role is Role.FORWARD:
-            return Gemm(site, role, m, n, k, self.dtype, "m" if self.dynamic else "", a_bound=self.input_bound)
+            return Gemm(site, role, m, n, k, self.dtype, batch, a_bound=self.input_bound, b_fused=weight)
         if role is Role.GRAD_INPUT:
-            return Gemm(site, role, m, k, n, self.dtype, "m" if self.dynamic else "")
-        return Gemm(site, role, n, k, m, self.dtype, "k" if self.dynamic else "", b_bound=self.input_bound)
+            return Gemm(site, role, m, k, n, self.dtype, batch, a_fused=grad, b_fused=weight)
+        batch = "k" if self.dynamic else ""
+        return Gemm(site, role, n, k, m, self.dtype, batch, b_bound=self.input_bound, a_fused=grad, b_fused=x)
 
     def check(self, site: str) -> None:
         """Raise ProbeError unless all samples are matrices of one layer."""

@@ -10,14 +10,16 @@ GEMM's epilogue.
 from __future__ import annotations
 
 import logging
+import operator
 
 import torch
 from torch import fx
 
+from loka_compile.gemm import Role
 from loka_compile.lowering.fused import ops
 from loka_compile.lowering.fused.forward import block_refusal, on_this_device
 from loka_compile.lowering.fused.match import Quantise, emit, is_call, quantisations, result, sort_topologically, strip
-from loka_compile.lowering.roles import site_of
+from loka_compile.lowering.roles import MatMul, site_of
 from loka_compile.report import Report
 
 logger = logging.getLogger(__name__)
@@ -158,3 +160,34 @@ def _weights(graph: fx.Graph, found: list[Quantise], report: Report) -> int:
 
 def _static(node: fx.Node) -> bool:
     return all(isinstance(size, int) for size in node.meta["val"].shape) and result(node, 0) is None
+
+
+# ---------------------------------------------------------------------------------------------- what a plan may count on
+def quantised_by_fusion(matmul: MatMul) -> set[str]:
+    """The operands of a product that this fusion would quantise, whatever the device: "weight", "grad_output", "input".
+
+    For the cost of a candidate, before anything is lowered.
+    """
+    found = set()
+    if matmul.role is not Role.GRAD_WEIGHT:
+        if matmul.b.base.op == "placeholder":
+            found.add("weight")
+    elif _bounded_activation(strip(matmul.b.base)):
+        found.add("input")
+    if matmul.role is not Role.FORWARD and _follows_block_norm_backward(matmul.a.base):
+        found.add("grad_output")
+    return found
+
+
+def _bounded_activation(node: fx.Node) -> bool:
+    if not is_call(node, aten.hardswish.default):
+        return False
+    norm = strip(node.args[0])  # type: ignore[arg-type]
+    return norm.target is operator.getitem and is_call(norm.args[0], torch.ops.loka.block_norm.default)
+
+
+def _follows_block_norm_backward(node: fx.Node) -> bool:
+    source = strip(node)
+    if not is_call(source, torch.ops.loka.block_norm_backward.default) or source.meta["val"].dim() != 2:
+        return False
+    return not block_refusal(source.meta["val"].shape[-1], int(source.args[3]))  # type: ignore[arg-type]
