@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,6 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-
-if not torch.cuda.is_available():
-    # Kernels run in Triton's interpreter, which has to be chosen before the first of them is defined.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

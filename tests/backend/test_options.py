@@ -70,7 +70,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "error", "parts"), WRONG, ids=[f"{n}={v!r:.30}" for n, v, *_ in WRONG])
+@pytest.mark.parametrize(("name", "value", "error", "parts"), WRONG, ids=[f"{n}={getattr(v, '__name__', repr(v)):.30}" for n, v, *_ in WRONG])
 def test_wrong_value_is_told_what_is_legal(name, value, error, parts):
     found = error_of({name: value})
     assert type(found) is error
