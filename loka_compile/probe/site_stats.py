@@ -14,8 +14,8 @@ from loka_compile.probe.activations import ActivationTracker
 from loka_compile.probe.norms import NormSeries
 from loka_compile.probe.numerics import plain_math
 from loka_compile.probe.reservoir import ROWS, Reservoir
-from loka_compile.probe.sampling import Sample, SiteSampler, draw
 from loka_compile.probe.samples import SiteSamples
+from loka_compile.probe.sampling import Sample, SiteSampler, draw
 from loka_compile.probe.structured import FULL_LIMIT
 from loka_compile.probe.tails import Moments, TailSketch, sketches_available
 from loka_compile.probe.weights import MOMENTUM, WeightTracker
