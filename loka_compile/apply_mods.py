@@ -67,7 +67,7 @@ def apply_mods(
         _adopt_state(gm, model)
     gm.recompile()
     gm.train(model.training)
-    gm.loka_report = report
+    gm.loka_report = report  # type: ignore[assignment]
     return gm
 
 

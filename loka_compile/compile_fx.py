@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from loka_compile._compat import cpp_loop_split
 from loka_compile.lowering.decomposition_table import decompositions
 from loka_compile.lowering.hooks import Lowering, config_patches
 from loka_compile.trace_log import emit
@@ -26,12 +27,16 @@ def compile_rewritten(
     from torch._inductor.compile_fx import compile_fx
 
     if lowering is None:
-        return compile_fx(gm, example_inputs, config_patches=dict(patches) or None)
+        plain: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=dict(patches) or None)  # type: ignore[assignment]
+        return plain
+    cpp_loop_split.install()
     merged = {**patches, **config_patches(lowering, patches)}
     if lowering.config.inspect:
         # A pass does not run when its result comes from a cache, and then there is nothing to inspect.
         merged["force_disable_caches"] = True
-    compiled = compile_fx(gm, example_inputs, config_patches=merged, decompositions=decompositions())
+    compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+        gm, example_inputs, config_patches=merged, decompositions=decompositions()
+    )
     lowering.report.from_cache = "joint" not in lowering.ran
     emit(lowering.report)
     return compiled

@@ -51,7 +51,7 @@ def _run(compiled: Any, model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[
         return
     leaves = torch.utils._pytree.tree_leaves(out)
     losses = [t.float().sum() for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-    wanted = [p for p in model.parameters() if p.requires_grad]
+    wanted: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     wanted += [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
     if losses and wanted:
         torch.autograd.grad(torch.stack(losses).sum(), wanted, allow_unused=True)

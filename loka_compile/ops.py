@@ -163,4 +163,5 @@ def anchor(x: Tensor, unused: list[Tensor]) -> Tensor:
     if torch.compiler.is_compiling():
         anchored: Tensor = torch.ops.loka.anchor.default(x, unused)
         return anchored
-    return _Anchor.apply(x, *unused)
+    viewed: Tensor = _Anchor.apply(x, *unused)  # type: ignore[no-untyped-call]
+    return viewed

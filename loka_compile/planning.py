@@ -130,8 +130,8 @@ def fingerprint(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:
 def has_loka_ops(gm: fx.GraphModule) -> bool:
     """Whether the graph holds operators of ours that need our lowering."""
     return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "loka"
-        or isinstance(node.target, torch._ops.OpOverloadPacket) and node.target.__name__ in ("block_norm", "anchor")
+        (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "loka")
+        or (isinstance(node.target, torch._ops.OpOverloadPacket) and node.target.__name__ in ("block_norm", "anchor"))
         for sub in subgraphs(gm)
         for node in sub.graph.nodes
     )  # fmt: skip

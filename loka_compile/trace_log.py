@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 
 from torch._logging import trace_structured
 
@@ -24,5 +25,5 @@ def emit(report: Report) -> None:
         _artifact(f"loka_graph_{name}", "string", lambda name=name: report.graph(name))
 
 
-def _artifact(name: str, encoding: str, payload: object) -> None:
+def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)

@@ -15,4 +15,4 @@ def register() -> None:
 
     for op, fn in DECOMPOSITIONS.items():
         if op not in decompositions:
-            register_decomposition([op])(fn)
+            register_decomposition([op])(fn)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def decompose(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> None:
     for node in list(graph.nodes):
         rule = rules.get(node.target) if node.op == "call_function" else None
         if rule is not None and node not in kept:
-            replace_with(node, rule)
+            replace_with(node, rule)  # type: ignore[arg-type]
 
 
 def _source(node: fx.Node) -> object:

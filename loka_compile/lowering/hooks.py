@@ -178,7 +178,7 @@ def source_digest() -> str:
 
 @functools.cache
 def _versions() -> str:
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     for name in _LIBRARIES:
         try:
             found[name] = metadata.version(name)

@@ -20,6 +20,7 @@ from loka_compile.lowering.inline import inline
 from loka_compile.lowering.providers import get_provider
 from loka_compile.lowering.providers.base import Provider
 from loka_compile.lowering.roles import MatMul, find_matmuls
+from loka_compile.lowering.selftest import refusal
 from loka_compile.plan import Decision, Plan
 from loka_compile.report import LoweredGemm, Report
 
@@ -63,16 +64,15 @@ def describe(matmul: MatMul) -> Gemm | None:
     m_k = reversed(a) if matmul.a.transposed else a
     n_k = reversed(b) if matmul.b.transposed else b
     (m, k), (n, _) = m_k, n_k
-    sizes = {"m": m, "n": n, "k": k}
-    hints = {letter: size_hint(size) for letter, size in sizes.items()}
-    if any(hint is None for hint in hints.values()):
+    hints = [size_hint(size) for size in (m, n, k)]
+    if None in hints:
         return None
     return Gemm(
         matmul.site,
         matmul.role,
-        **hints,
+        *(int(hint or 0) for hint in hints),
         dtype=str(matmul.node.meta["val"].dtype).removeprefix("torch."),
-        dynamic="".join(letter for letter, size in sizes.items() if not isinstance(size, int)),
+        dynamic="".join(letter for letter, size in zip("mnk", (m, n, k), strict=True) if not isinstance(size, int)),
         a_bound=bound(matmul.a.base),
         b_bound=bound(matmul.b.base),
     )
@@ -102,7 +102,7 @@ def _lower(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> str
     if recipe is None:
         return f"provider {provider.name} has no recipe {decision.recipe!r}"
     value = matmul.node.meta["val"]
-    reason = provider.refuses(gemm, recipe, value.device.type)
+    reason = refusal(provider, gemm, recipe, value.device.type)
     if reason:
         return f"{decision.provider}:{decision.recipe} was planned, but: {reason}"
     out_dtype = value.dtype

@@ -93,7 +93,7 @@ def find_matmuls(graph: fx.Graph) -> tuple[list[MatMul], list[str]]:
         if node.kwargs or (bias is not None and len(node.args) > 3):
             unmapped.append(f"{node.name}: of {site}, a scaled addmm")
             continue
-        found.append(MatMul(node, site, role, _first(first), _second(second), bias, grad_first))  # type: ignore[arg-type]
+        found.append(MatMul(node, site, role, _first(first), _second(second), bias, grad_first))
     for node in graph.nodes:
         if node.target is aten.bmm.default and site_of(node):
             unmapped.append(f"{node.name}: of {site_of(node)}, a batched product")
