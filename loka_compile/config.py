@@ -164,16 +164,13 @@ def _check_inductor(patches: dict[str, Any], ours: Iterable[str]) -> dict[str, A
         if name not in known:
             raise UnknownOptionError(_unknown(key, ours))
         expected = type(known[name])
-        if (
-            known[name] is not None
-            and not isinstance(value, expected)
-            and not (expected in (int, float) and _is_number(value))
-        ):
-            # None defaults stand for "no value", whose type cannot be told.
-            if not callable(value) and value is not None:
-                raise ConfigError(
-                    f"option {key!r} of Inductor must be of type {expected.__name__}, not {type(value).__name__} ({value!r})"
-                )
+        # A default of None says nothing about the type, and hooks may be set to any callable.
+        fits = known[name] is None or value is None or callable(value) or isinstance(value, expected)
+        if not (fits or (expected in (int, float) and _is_number(value))):
+            raise ConfigError(
+                f"option {key!r} of Inductor must be of type {expected.__name__}, "
+                f"not {type(value).__name__} ({value!r})"
+            )
         out[name] = value
     return out
 

@@ -12,8 +12,8 @@ all shapes. What was not measured is derived by these rules, and all of it is an
 * An operand with a proven bound costs nothing under tensorwise scaling: the scale is fixed and the cast is fused into
   the producer. Under the other scalings an amax remains, and so does the cost. Its transposed copy is still paid for.
 * Every GEMM pays for both its operands; what neighbouring GEMMs could share is not credited.
-* On a target with fused kernels, a tensorwise operand that such a kernel quantises (``Gemm.a_fused``, ``b_fused``) costs
-  the bytes it adds, at the copy bandwidth.
+* On a target with fused kernels, a tensorwise operand that such a kernel quantises (``Gemm.a_fused``, ``b_fused``)
+  costs the bytes it adds, at the copy bandwidth.
 * The baseline of an fp32 site is TF32: half the bf16 rate of flops, twice the bytes.
 """
 

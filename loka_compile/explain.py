@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
+from loka_compile.backend import loka
+from loka_compile.errors import LokaError
 from loka_compile.report import Report, merge_reports, reports
 
 
@@ -33,16 +38,31 @@ def explain(
         LokaError: as the compile itself would.
     """
     chosen = {**(options or {}), "inspect": True, "auto_calls": 1}
-    before = set(map(id, reports()))
-    compiled = torch.compile(model, backend="loka", options=chosen)
+    before = reports()
+    compiled = torch.compile(_new_call(model), backend=functools.partial(loka, options=chosen))
     with _restored(model):
-        # The first call is the sample, the second one runs the plan.
-        for _ in range(2):
-            _run(compiled, model, inputs, kwargs)
-    report = merge_reports([r for r in reports() if id(r) not in before])
+        try:
+            # The first call is the sample, the second one runs the plan.
+            for _ in range(2):
+                _run(compiled, model, inputs, kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, LokaError):
+                raise error.inner_exception from None
+            raise
+    report = merge_reports([r for r in reports() if not any(r is old for old in before)])
     if show:
         print(report)
     return report
+
+
+def _new_call(model: nn.Module) -> Callable[..., Any]:
+    """A function that calls ``model``, with code of its own: Dynamo keeps what it compiles by code object, so that
+    neither an earlier explanation is found again nor the user's own compiles run into the limit of recompiles."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return FunctionType(call.__code__.replace(), globals(), closure=call.__closure__)
 
 
 def _run(compiled: Any, model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

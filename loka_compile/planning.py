@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from loka_compile.config import LokaConfig
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import NATIVE, Role
+from loka_compile.header import Header
 from loka_compile.passes.nodes import argument, kind, subgraphs
 from loka_compile.passes.sites import name_sites
 from loka_compile.plan import Plan, make_plan
@@ -83,13 +85,13 @@ def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles:
     planning = Planning(config, fingerprint(gm), target, emulate=target is not None and target != _target_of(device))
     if config.plan is not None:
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(config.plan)
-        _check_plan(plan, planning)
+        _check_plan(plan, planning, device)
         planning.plan = plan
     elif config.table == "off":
         planning.note = "no plan: option table is 'off'"
     elif not isinstance(config.table, str) or config.table != "auto":
         table = Table.load(config.table) if isinstance(config.table, (str, os.PathLike)) else config.table
-        table.check(fingerprint=planning.fingerprint, target=target)
+        table.check(**_expected(planning, device, table.header))
         planning.accept(table)
     elif target is None:
         planning.note = (
@@ -152,10 +154,23 @@ def _check_providers(config: LokaConfig) -> None:
             raise UnknownNameError("provider in option 'providers'", name, known)
 
 
-def _check_plan(plan: Plan, planning: Planning) -> None:
+def _expected(planning: Planning, device: torch.device, header: Header) -> dict[str, Any]:
+    """What the header of a given table or plan must say. A plan for another device may come from any machine."""
     from loka_compile.lowering.providers import get_provider
 
-    plan.check(fingerprint=planning.fingerprint, target=planning.target)
+    expected: dict[str, Any] = {"fingerprint": planning.fingerprint, "target": planning.target or ""}
+    if not planning.emulate:
+        expected["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        expected["torch"] = str(torch.__version__)
+        expected["libraries"] = {name: get_provider(name).version() for name in header.libraries}
+    return expected
+
+
+def _check_plan(plan: Plan, planning: Planning, device: torch.device) -> None:
+    from loka_compile.lowering.providers import get_provider
+
+    if plan.header is not None:
+        plan.check(**_expected(planning, device, plan.header))
     for decision in plan.decisions:
         provider = get_provider(decision.provider)
         if decision.recipe not in provider.recipes and decision.recipe != NATIVE.name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -22,7 +23,7 @@ def emit(report: Report) -> None:
     )  # fmt: skip
     _artifact("loka_report", "json", lambda: json.dumps(report.to_dict(), default=str))
     for name in report.stage_names():
-        _artifact(f"loka_graph_{name}", "string", lambda name=name: report.graph(name))
+        _artifact(f"loka_graph_{name}", "string", functools.partial(report.graph, name))
 
 
 def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -3,7 +3,8 @@
 ``CppScheduling.try_loop_split`` (``torch/_inductor/codegen/cpp.py``, torch 2.11 to 2.14) wants to split a loop over
 ``x // 256`` in all nodes that were fused into one kernel. When these iterate in different shapes of equal size, as
 BlockNorm of [4096, 2048] and a transposed FP8 copy of it do, it fails an assertion instead of leaving the loops alone.
-Came in with pytorch pull request 132389; its check compares the number of dimensions, not their sizes. No issue is known.
+Came in with pytorch pull request 132389; its check compares the number of dimensions, not their sizes. No issue is
+known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiling a captured graph a second time, after Dynamo has finished with it.
 
-Private: ``TracingContext`` and ``tracing`` (torch 2.11 to 2.14). Dynamo 2.11 clears ``tensor_to_context`` when a compile
-ends (``torch/_dynamo/convert_frame.py``); without it every size of every input would become symbolic the second time.
+Private: ``TracingContext`` and ``tracing`` (torch 2.11 to 2.14). Dynamo 2.11 clears ``tensor_to_context`` when a
+compile ends (``torch/_dynamo/convert_frame.py``); without it every size of every input would become symbolic the second time.
 Copying a GraphModule drops the ``_dynamo_source`` of its inputs, by which AOTAutograd knows parameters from data.
 """
 

@@ -70,7 +70,9 @@ def describe(matmul: MatMul) -> Gemm | None:
     return Gemm(
         matmul.site,
         matmul.role,
-        *(int(hint or 0) for hint in hints),
+        m=int(hints[0] or 0),
+        n=int(hints[1] or 0),
+        k=int(hints[2] or 0),
         dtype=str(matmul.node.meta["val"].dtype).removeprefix("torch."),
         dynamic="".join(letter for letter, size in zip("mnk", (m, n, k), strict=True) if not isinstance(size, int)),
         a_bound=bound(matmul.a.base),
