@@ -7,6 +7,7 @@ every one of them has a test below.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
+from loka_compile._compat.recompile import SavedCapture
 from loka_compile._compat.shapes import size_hint
 from loka_compile._compat.versions import check_torch
 from loka_compile.errors import LokaError, UnsupportedTorchError
@@ -35,18 +38,18 @@ OUTSIDE = {
     "torch.fx.experimental.proxy_tensor.make_fx": "tracing to aten",
     "torch.fx.experimental.symbolic_shapes.statically_known_true": "questions that add no guard",
     "torch.utils._pytree": "nested containers",
+    "torch._dynamo.exc.BackendCompilerFailed": "what a backend's error becomes",
     # Types of values that the public API hands out.
     "torch._ops.OpOverload": "type of torch.ops.x.y.z",
     "torch._ops.OpOverloadPacket": "type of torch.ops.x.y",
     "torch._subclasses.fake_tensor.FakeTensor": "type of a graph's values",
     "torch._C._nn.linear": "how Dynamo writes nn.Linear",
     # Behaviour.
+    "torch._dynamo.exc.RestartAnalysis": "how Dynamo gives a compile up and begins again",
     "torch._C._DisableAutocast": "tracing under autocast",
     "torch._C._current_graph_task_id": "whether a backward runs",
     "torch._C._dispatch_has_computed_kernel_for_dispatch_key": "whether an operator has a kernel",
-    "torch._guards.TracingContext": "compiling again after Dynamo is done",
     "torch._guards.detect_fake_mode": "the mode of a graph's values",
-    "torch._guards.tracing": "compiling again after Dynamo is done",
     "torch._inductor.decomposition.select_decomp_table": "Inductor's decompositions",
     "torch._inductor.lowering.lowerings": "whether an operator has a lowering",
     "torch._logging.trace_structured": "artifacts for tlparse",
@@ -116,8 +119,6 @@ class Captured:
     """A backend that keeps what it is given."""
 
     def __call__(self, gm, example_inputs):
-        from torch._guards import TracingContext
-
         self.gm, self.inputs, self.context = gm, example_inputs, TracingContext.try_get()
         return gm.forward
 
@@ -195,14 +196,31 @@ def test_a_size_that_depends_on_data_has_no_hint():
 
 
 def test_the_context_of_a_compile_can_be_entered_again(captured):
-    from torch._guards import TracingContext, tracing
-
     assert captured.context is not None
     assert TracingContext.try_get() is None
     with tracing(captured.context):
         assert TracingContext.try_get() is captured.context
     with tracing(None):
         assert TracingContext.try_get() is None
+
+
+def test_a_captured_graph_can_be_compiled_again():
+    """In the backend call the context knows how each input's sizes were meant; a copy forgets its inputs' sources."""
+    kept = []
+
+    def backend(gm, example_inputs):
+        kept.append(SavedCapture(gm, example_inputs))
+        assert kept[0]._tensor_contexts
+        kept.append([node._dynamo_source for node in placeholders(gm)])
+        kept.append([node for node in placeholders(copy.deepcopy(gm)) if hasattr(node, "_dynamo_source")])
+        return gm
+
+    torch.compile(Tied(), backend=backend, dynamic=True, fullgraph=True)(torch.randn(6, 12))
+    saved, sources, of_a_plain_copy = kept
+    assert of_a_plain_copy == [], "copies keep their sources now: SavedCapture need not restore them"
+    assert [node._dynamo_source for node in placeholders(saved.gm)] == sources
+    seen = saved.compile(lambda gm, inputs: (gm, inputs, TracingContext.try_get()))
+    assert seen == (saved.gm, saved.inputs, saved._context)
 
 
 def test_checkpointed_bodies_are_submodules_called_by_one_operator():
@@ -215,6 +233,21 @@ def test_checkpointed_bodies_are_submodules_called_by_one_operator():
     assert isinstance(body, fx.GraphModule)
     given = [a for a in call.args[1:] if isinstance(a, fx.Node)]
     assert len(given) == len(placeholders(body))
+
+
+def test_what_dynamo_raises():
+    from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis
+
+    class Refused(Exception):
+        pass
+
+    def backend(gm, example_inputs):
+        raise Refused("no")
+
+    with pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(nn.Linear(2, 2), backend=backend)(torch.randn(1, 2))
+    assert isinstance(caught.value.inner_exception, Refused)
+    assert issubclass(RestartAnalysis, Exception)
 
 
 def test_backends_register_by_name_once():
@@ -364,6 +397,12 @@ def test_templates_of_inductor():
     assert callable(mm_grid)
     assert callable(persistent_mm_grid)
     assert hasattr(type(V), "graph") or hasattr(V, "graph")
+
+
+def test_the_loop_split_that_is_guarded():
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    assert list(inspect.signature(CppScheduling.try_loop_split).parameters) == ["self", "nodes"]
 
 
 # ------------------------------------------------------------------------------------------------ the rest
