@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import RestartAnalysis
 
+from loka_compile._compat.dynamo_errors import RestartAnalysis
 from loka_compile._compat.versions import check_torch
 from loka_compile.config import LokaConfig
 from loka_compile.errors import ConfigError

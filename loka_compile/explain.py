@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 
+from loka_compile._compat.dynamo_errors import BackendCompilerFailed
 from loka_compile.backend import loka
 from loka_compile.errors import LokaError
 from loka_compile.report import Report, merge_reports, reports

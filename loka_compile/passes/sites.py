@@ -79,12 +79,10 @@ def _origin(node: Any, outer: dict[fx.Node, fx.Node]) -> fx.Node | None:
                 continue
             return node if _is_state(node) else None
         name = node.args[1] if node.target is getattr else str(node.target)
-        if (node.op == "call_method" or node.target is getattr) and name in _TRANSPARENT:
-            node = node.args[0]
-        elif node.op == "call_function" and node.target in (torch.t, torch.transpose, torch.permute):
-            node = node.args[0]
-        else:
+        method = (node.op == "call_method" or node.target is getattr) and name in _TRANSPARENT
+        if not method and node.target not in (torch.t, torch.transpose, torch.permute):
             return None
+        node = node.args[0]
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ class Tower(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (13, 384, 256), out: int = 1, bias: bool = True) -> None:
         super().__init__()
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(pairwise(widths))
         self.linears = nn.ModuleList(nn.Linear(k, n, bias=bias) for k, n in pairs)
         self.norms = nn.ModuleList(nn.LayerNorm(n, eps=1e-3 * (i + 1)) for i, (_, n) in enumerate(pairs))
         self.head = nn.Linear(widths[-1], out)
@@ -55,7 +56,7 @@ class Plain(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (48, 96, 64), bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(k, n, bias=bias) for k, n in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=bias) for k, n in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):

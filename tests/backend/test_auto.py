@@ -209,7 +209,7 @@ def test_dynamic_batch(no_codegen):
         close(got[0], mods_of(reference)(x), 0.1, f"{rows} rows")
     assert graphs() <= 3  # 32 rows, any number, one row
     assert sum(r.plan is not None for r in watch.reports) >= 1
-    assert len(fp8_sites([r for r in watch.reports if r.plan is not None][0])) >= 3
+    assert len(fp8_sites(next(r for r in watch.reports if r.plan is not None))) >= 3
 
 
 # ------------------------------------------------------------------ the cached table

@@ -75,7 +75,7 @@ def test_role_map(name, no_codegen):
 def test_dynamic_letters(no_codegen):
     """The batch is m of forward and grad_input, k of grad_weight; in bf16 under autocast the GEMM says bfloat16."""
     tower = Tower()
-    found, report = role_map(tower, torch.randn(3, 7, 13), dynamic=True, autocast=True)
+    _, report = role_map(tower, torch.randn(3, 7, 13), dynamic=True, autocast=True)
     for lowered in report.gemms:
         assert lowered.gemm.dynamic == ("k" if lowered.gemm.role.value == "grad_weight" else "m")
         assert lowered.gemm.dtype == "bfloat16"
