@@ -34,7 +34,8 @@ def measure(arms: Mapping[str, Sequence[Call]], rounds: int = 25) -> dict[str, f
 def measure_graphs(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], rounds: int = 25) -> dict[str, float]:
     """Median microseconds of one call, for every arm: a graph and the number of calls in it.
 
-    The calls of an arm do the same on different inputs, so that the cache holds none of them. Every round replays each arm once, so that clock and temperature drift hits all arms alike.
+    The calls of an arm do the same on different inputs, so that the cache holds none of them. Every round replays
+    each arm once, so that clock and temperature drift hits all arms alike.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for graph, _ in graphs.values():

@@ -5,14 +5,15 @@
 
 Arms: A the original model (bias, LayerNorm, SiLU), bf16, Inductor. A' the same with max-autotune. B the Mods by hand
 (no bias, BlockNorm, HardSwish), bf16, Inductor. C and D torchao float8 on the models of A and B (every recipe; the best
-counts). E ``backend="loka"`` on the model of A. N the same without FP8: Mods and fusion alone. Input arrives and output leaves in bf16. Medians of CUDA-graph replays,
-arms interleaved.
+counts). E ``backend="loka"`` on the model of A. N the same without FP8: Mods and fusion alone. Input arrives and output
+leaves in bf16. Medians of CUDA-graph replays, arms interleaved.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import json
 import math
@@ -28,9 +29,9 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from _timing import capture, measure, measure_graphs
+from _timing import capture, measure, measure_graphs  # noqa: E402
 
-from loka_compile.plan import Decision, Plan
+from loka_compile.plan import Decision, Plan  # noqa: E402
 
 LAYERS = 4
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -79,32 +80,7 @@ def plan_of(model: nn.Module, first: str, rest: str) -> Plan:
     return Plan(tuple(decisions))
 
 
-def _hook_fusion() -> None:
-    """Install the fusion passes where the backend does not call them yet."""
-    from loka_compile.lowering import hooks
-    from loka_compile.lowering.fused.forward import fuse
-    from loka_compile.lowering.fused.joint import fuse_joint
-
-    if hasattr(hooks, "fuse") or getattr(hooks, "_bench_patched", False):
-        return
-    hooks._bench_patched = True
-    lower, take_apart, reports = hooks.lower_gemms, hooks.decompose, []
-
-    def lower_gemms(graph, plan, report, **kwargs):
-        reports.append(report)
-        done = lower(graph, plan, report, **kwargs)
-        fuse_joint(graph, report)
-        return done
-
-    def decompose(graph):
-        fuse(graph, reports[-1])
-        return take_apart(graph)
-
-    hooks.lower_gemms, hooks.decompose = lower_gemms, decompose
-
-
 def loka(model: nn.Module, plan: Plan, training: bool, **more: object) -> nn.Module:
-    _hook_fusion()
     return torch.compile(model, backend="loka", options={"plan": plan, "fx_graph_cache": False, **more})
 
 
@@ -204,7 +180,17 @@ def kernels_of(call) -> list[tuple[str, int, float]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-def run_case(name: str, batch: int, width_in: int, width: int, layers: int, training: bool, wanted: list[str], log, profile_arms=()) -> dict:
+def run_case(
+    name: str,
+    batch: int,
+    width_in: int,
+    width: int,
+    layers: int,
+    training: bool,
+    wanted: list[str],
+    log,
+    profile_arms=(),
+) -> dict:
     torch.manual_seed(0)
     model = original(width_in, width, layers)
     if not training:
@@ -248,29 +234,38 @@ def run_case(name: str, batch: int, width_in: int, width: int, layers: int, trai
     return {"case": name, "us": times, "extra": extra}
 
 
+PAIRS = ((256, 256), (7680, 256), (512, 512), (7680, 512), (4096, 2048), (4096, 2560), (2048, 4096), (2560, 4096),
+         (256, 7680))  # fmt: skip
+
+
+def stages(k: int, n: int) -> dict[str, object]:
+    """One layer [k] -> [n] as the Mods change it one after another."""
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    weight, block = torch.randn(n, k, **like) / math.sqrt(k), BlockNorm()
+    bias, gain = torch.zeros(n, **like), torch.ones(n, **like)
+
+    def norm(z: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(z, (n,), gain, bias)
+
+    return {
+        "original": lambda x: F.silu(norm(F.linear(x, weight, bias))),
+        "no bias": lambda x: F.silu(norm(F.linear(x, weight))),
+        "BlockNorm": lambda x: F.silu(block(F.linear(x, weight))),
+        "HardSwish": lambda x: F.hardswish(block(F.linear(x, weight))),
+    }
+
+
 def fig13(log) -> list[dict]:
-    """One layer forward at batch 1024: the Mods stacked one after another, then FP8 with fusion."""
+    """One layer forward at batch 1024 (paper figure 13): the Mods stacked one after another, then FP8 with fusion."""
     rows = []
-    pairs = ((256, 256), (7680, 256), (512, 512), (7680, 512), (4096, 2048), (4096, 2560), (2048, 4096), (2560, 4096), (256, 7680))
-    for k, n in pairs:
+    for k, n in PAIRS:
         torch._dynamo.reset()
-        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / math.sqrt(k)
-        bias, gain = torch.zeros(n, device="cuda", dtype=torch.bfloat16), torch.ones(n, device="cuda", dtype=torch.bfloat16)
-        xs = [torch.randn(1024, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(3, min(32, (120 << 20) // (2 * (1024 * k + n * k)))))]
-        block = BlockNorm()
-        stages = {
-            "original": lambda x, w=weight: F.silu(F.layer_norm(F.linear(x, w, bias), (n,), gain, bias)),
-            "no bias": lambda x, w=weight: F.silu(F.layer_norm(F.linear(x, w), (n,), gain, bias)),
-            "BlockNorm": lambda x, w=weight: F.silu(block(F.linear(x, w))),
-            "HardSwish": lambda x, w=weight: F.hardswish(block(F.linear(x, w))),
-        }
-        calls = {}
-        for stage, fn in stages.items():
-            compiled = torch.compile(fn)
-            calls[stage] = [lambda x=x, c=compiled: c(x) for x in xs]
+        count = max(3, min(32, (120 << 20) // (2 * (1024 * k + n * k))))
+        xs = [torch.randn(1024, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        calls = {name: [functools.partial(torch.compile(fn), x) for x in xs] for name, fn in stages(k, n).items()}
         model = original(k, n, 1).eval().requires_grad_(False)
-        for first, label in (("torch:tensorwise_fast", "FP8 + fusion"), ("high_precision:native", "fusion alone")):
-            compiled = loka(copy.deepcopy(model), plan_of(model, first, first), False)
+        for candidate, label in (("torch:tensorwise_fast", "FP8 + fusion"), ("high_precision:native", "fusion alone")):
+            compiled = loka(copy.deepcopy(model), plan_of(model, candidate, candidate), False)
             calls[label] = [step(compiled, x, None) for x in xs]
         with torch.no_grad():
             times = measure(calls, rounds=20)
@@ -318,7 +313,17 @@ def main() -> None:
     cases += [("training", 16384, 1024)] if options.large else []
     for kind, batch, width in cases:
         results["cases"].append(
-            run_case(f"{kind} {batch}x{width}", batch, width, width, LAYERS, kind == "training", options.arms, log, options.profile)
+            run_case(
+                f"{kind} {batch}x{width}",
+                batch,
+                width,
+                width,
+                LAYERS,
+                kind == "training",
+                options.arms,
+                log,
+                options.profile,
+            )
         )
         save()
         gc.collect()

@@ -8,6 +8,7 @@ Kernels are compiled first, in parallel processes, so that measuring takes littl
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -48,6 +49,11 @@ def forward_yq(t, c):
     )
 
 
+def backward(t, block_m, warps):
+    bnb.BLOCK_M, bnb.WARPS = block_m, warps
+    bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, hardswish=True, with_xt=True)
+
+
 def split(t, c, splits=8):
     split_k.gemm_split_k(t["a"], t["b"], t["s"], t["s"], splits, fast=True, config=c)
 
@@ -58,16 +64,29 @@ FORWARD = [
     C(128, 256, 128, 8, 3), C(128, 256, 64, 8, 4), C(128, 256, 128, 8, 4, tma=True), C(128, 256, 128, 8, 3, tma=True),
     C(128, 256, 128, 8, 4, tma=True, persistent=True), C(128, 256, 128, 8, 3, tma=True, persistent=True),
     C(64, 256, 128, 4, 4, tma=True), C(64, 256, 128, 8, 4, tma=True), C(64, 256, 128, 4, 3), C(64, 256, 64, 4, 4),
-    C(64, 256, 128, 8, 4, tma=True, persistent=True), C(128, 256, 128, 16, 4, tma=True), C(64, 256, 256, 8, 2, tma=True),
+    C(64, 256, 128, 8, 4, tma=True, persistent=True), C(128, 256, 128, 16, 4, tma=True),
+    C(64, 256, 256, 8, 2, tma=True),
     C(128, 256, 128, 8, 4, group_m=16, tma=True), C(128, 256, 128, 8, 4, group_m=4, tma=True),
 ]  # fmt: skip
-SPLIT = [C(64, 256, 128, 8, 4, tma=True), C(128, 128, 128, 4, 4, tma=True), C(64, 128, 128, 4, 4, tma=True), C(128, 256, 128, 8, 4, tma=True)]
+SPLIT = [
+    C(64, 256, 128, 8, 4, tma=True),
+    C(128, 128, 128, 4, 4, tma=True),
+    C(64, 128, 128, 4, 4, tma=True),
+    C(128, 256, 128, 8, 4, tma=True),
+]
 SQUARE = [(4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096)]
-FIG13 = [(1024, 256, 256), (1024, 512, 512), (1024, 2048, 4096), (1024, 2560, 4096), (1024, 4096, 2048), (1024, 7680, 256)]
+FIG13 = [
+    (1024, 256, 256),
+    (1024, 512, 512),
+    (1024, 2048, 4096),
+    (1024, 2560, 4096),
+    (1024, 4096, 2048),
+    (1024, 7680, 256),
+]
 
 
 def jobs(quick):
-    for shape in SQUARE + FIG13[:0 if quick else None]:
+    for shape in SQUARE + FIG13[: 0 if quick else None]:
         for kind in ("forward_q", "forward_yq"):
             if kind == "forward_yq" and shape not in SQUARE:
                 continue
@@ -82,10 +101,17 @@ def compile_one(job):
     from triton.runtime.jit import JITFunction
 
     class Driver:
-        def get_current_target(self): return GPUTarget("cuda", 90, 32)
-        def get_current_device(self): return 0
-        def get_current_stream(self, device=0): return 0
-        def get_active_torch_device(self): return torch.device("cpu")
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=0):
+            return 0
+
+        def get_active_torch_device(self):
+            return torch.device("cpu")
 
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda d: type("P", (), {"multi_processor_count": 132})
@@ -98,7 +124,8 @@ def compile_one(job):
     kind, (m, n, k), c = job
     t = {
         "a": torch.empty(m, k, dtype=FP8), "b": torch.empty(n, k, dtype=FP8), "s": torch.empty(()),
-        "y": torch.empty(m, n, dtype=torch.bfloat16), "rstd": torch.empty(m, -(-n // 256)), "q": torch.empty(m, n, dtype=FP8),
+        "y": torch.empty(m, n, dtype=torch.bfloat16), "rstd": torch.empty(m, -(-n // 256)),
+        "q": torch.empty(m, n, dtype=FP8),
     }  # fmt: skip
     try:
         KINDS[kind](t, c)
@@ -119,7 +146,15 @@ def relative(out, ref):
 def check():
     worst = {}
     for (m, n, k), (tma, persistent) in itertools.product(
-        [(1, 384, 448), (199, 3456, 448), (2048, 256, 1024), (4096, 512, 1024), (199, 384, 13), (64, 7680, 256), (256, 2048, 4096)],
+        [
+            (1, 384, 448),
+            (199, 3456, 448),
+            (2048, 256, 1024),
+            (4096, 512, 1024),
+            (199, 384, 13),
+            (64, 7680, 256),
+            (256, 2048, 4096),
+        ],
         [(False, False), (True, False), (True, True)],
     ):
         t = make(m, n, k)
@@ -143,14 +178,25 @@ def check():
         worst[f"xt {m},{n},{k} {tma}"] = relative(xt.float().T, expect.double())
         for dtype in (FP8, E5M2):
             q2, qt, s = cast.cast_transpose(dx, amax, dtype)
-            e = (dx.float() * (cast.LIMITS[dtype] / amax.max())).clamp(-cast.LIMITS[dtype], cast.LIMITS[dtype]).to(dtype)
-            worst[f"cast {m},{n},{k} {dtype}"] = (e.float() - q2.float()).abs().max().item() + (qt.float().T - q2.float()).abs().max().item()
+            e = (
+                (dx.float() * (cast.LIMITS[dtype] / amax.max()))
+                .clamp(-cast.LIMITS[dtype], cast.LIMITS[dtype])
+                .to(dtype)
+            )
+            worst[f"cast {m},{n},{k} {dtype}"] = (e.float() - q2.float()).abs().max().item() + (
+                qt.float().T - q2.float()
+            ).abs().max().item()
         p = split_k.gemm_split_k(t["a"], t["b"], t["s"], t["s"], 4, fast=True, config=C(64, 128, 128, 4, 3, tma=tma))
         worst[f"split {m},{n},{k} {tma}"] = relative(p.sum(0), z)
-    ws = [torch.randn(a, b, device="cuda").bfloat16() for a, b in [(2048, 2048), (384, 448), (7, 13), (256, 256), (100, 300), (1, 1), (512, 64), (3456, 448), (9, 9)]]
+    ws = [
+        torch.randn(a, b, device="cuda").bfloat16()
+        for a, b in [(2048, 2048), (384, 448), (7, 13), (256, 256), (100, 300), (1, 1), (512, 64), (3456, 448), (9, 9)]
+    ]
     ws.append(torch.zeros(30, 40, device="cuda").bfloat16())
     for w, q, t, s in zip(ws, *cast.quantize_weights(ws, FP8, [True] * len(ws)), strict=True):
-        worst[f"w {tuple(w.shape)}"] = relative(q.float() * s, w.double() + 1e-30) + (q.float() - t.float().T).abs().max().item()
+        worst[f"w {tuple(w.shape)}"] = (
+            relative(q.float() * s, w.double() + 1e-30) + (q.float() - t.float().T).abs().max().item()
+        )
     return worst
 
 
@@ -169,9 +215,22 @@ def main():
 
     from _timing import copies_past_l2, measure
 
-    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "check": {} if options.backward else check(), "rows": []}
-    bad = {k: v for k, v in results["check"].items() if not v < {"y": 1e-3, "q": 0.04, "d": 0.01, "e": 0.01, "w": 0.04, "s": 1e-3, "x": 0.01}.get(k[0], 1e-9)}
-    print(f"checked {len(results['check'])}, suspicious: {json.dumps(bad, indent=0)}", f"{time.time() - start:.0f} s", flush=True)
+    results = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "check": {} if options.backward else check(),
+        "rows": [],
+    }
+    bad = {
+        k: v
+        for k, v in results["check"].items()
+        if not v < {"y": 1e-3, "q": 0.04, "d": 0.01, "e": 0.01, "w": 0.04, "s": 1e-3, "x": 0.01}.get(k[0], 1e-9)
+    }
+    print(
+        f"checked {len(results['check'])}, suspicious: {json.dumps(bad, indent=0)}",
+        f"{time.time() - start:.0f} s",
+        flush=True,
+    )
 
     def report(kind, shape, arms, note=""):
         try:
@@ -182,10 +241,23 @@ def main():
         for name, us in times.items():
             results["rows"].append({"kind": kind, "shape": shape, "config": name, "us": us})
         best = sorted(times.items(), key=lambda kv: kv[1])
-        print(kind, shape, note, " | ".join(f"{us:.1f} {name}" for name, us in best[:5]), "| base:", {k: round(v, 1) for k, v in times.items() if k.startswith("base")}, flush=True)
+        print(
+            kind,
+            shape,
+            note,
+            " | ".join(f"{us:.1f} {name}" for name, us in best[:5]),
+            "| base:",
+            {k: round(v, 1) for k, v in times.items() if k.startswith("base")},
+            flush=True,
+        )
 
     def short(c):
-        return f"{c.block_m}/{c.block_k}/w{c.warps}/s{c.stages}/g{c.group_m}" + ("/tma" if c.tma else "") + ("/pers" if c.persistent else "") + ("/epi" if c.tma_epilogue else "")
+        return (
+            f"{c.block_m}/{c.block_k}/w{c.warps}/s{c.stages}/g{c.group_m}"
+            + ("/tma" if c.tma else "")
+            + ("/pers" if c.persistent else "")
+            + ("/epi" if c.tma_epilogue else "")
+        )
 
     grouped = {}
     for kind, shape, c in todo:
@@ -202,28 +274,50 @@ def main():
                 print(kind, (m, n, k), short(c), type(error).__name__, str(error)[:100])
                 continue
             arms[short(c)] = [lambda t=t, c=c, kind=kind: KINDS[kind](t, c) for t in sets]
-        arms["base cublas fp8 fast"] = [lambda t=t: torch._scaled_mm(t["a"], t["b"].t(), t["s"], t["s"], out_dtype=torch.bfloat16, use_fast_accum=True) for t in sets]
+        arms["base cublas fp8 fast"] = [
+            lambda t=t: torch._scaled_mm(
+                t["a"], t["b"].t(), t["s"], t["s"], out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+            for t in sets
+        ]
         report(kind, (m, n, k), arms)
         del sets, arms
-    for m, n, k in [] if options.backward else [(1024, 256, 7680), (1024, 512, 7680), (1024, 2048, 4096), (1024, 512, 512)]:
+    for m, n, k in (
+        [] if options.backward else [(1024, 256, 7680), (1024, 512, 7680), (1024, 2048, 4096), (1024, 512, 512)]
+    ):
         sets = [make(m, n, k) for _ in range(copies_past_l2(m * k + n * k + m * n * 2, most=24))]
-        arms = {f"{short(c)} n{c.block_n} x{s}": [lambda t=t, c=c, s=s: split(t, c, s) for t in sets] for c in SPLIT for s in (2, 4, 8)}
+        arms = {
+            f"{short(c)} n{c.block_n} x{s}": [lambda t=t, c=c, s=s: split(t, c, s) for t in sets]
+            for c in SPLIT
+            for s in (2, 4, 8)
+        }
         report("split", (m, n, k), arms)
     for m, n in [(4096, 1024), (4096, 2048), (4096, 4096), (16384, 1024)]:
         sets = [make(m, n, 16) for _ in range(copies_past_l2(m * n * 4))]
         parts = torch.rand(m * n // 32768, device="cuda")
-        arms = {f"cast_transpose {bm}x{bn}/w{w}": [lambda t=t, bm=bm, bn=bn, w=w: cast.cast_transpose(t["y"], parts, E5M2, block_m=bm, block_n=bn, warps=w) for t in sets] for bm, bn, w in [(64, 128, 4), (128, 128, 8), (128, 64, 4), (64, 64, 4), (32, 128, 4)]}
+        arms = {
+            f"cast_transpose {bm}x{bn}/w{w}": [
+                functools.partial(cast.cast_transpose, t["y"], parts, E5M2, block_m=bm, block_n=bn, warps=w)
+                for t in sets
+            ]
+            for bm, bn, w in [(64, 128, 4), (128, 128, 8), (128, 64, 4), (64, 64, 4), (32, 128, 4)]
+        }
         report("cast_transpose", (m, n), arms)
         arms = {}
         for bm, w in [(32, 8), (64, 8), (16, 4), (32, 4), (32, 16), (64, 16)]:
-            def call(t, bm=bm, w=w):
-                bnb.BLOCK_M, bnb.WARPS = bm, w
-                bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, hardswish=True, with_xt=True)
-            arms[f"{bm}/w{w}"] = [lambda t=t, call=call: call(t) for t in sets]
+            arms[f"{bm}/w{w}"] = [functools.partial(backward, t, bm, w) for t in sets]
         report("block_norm_backward", (m, n), arms)
     for n in () if options.backward else (512, 1024, 2048, 4096):
         sets = [[torch.randn(n, n, device="cuda").bfloat16() for _ in range(4)] for _ in range(3)]
-        arms = {f"weights x4 {bm}x{bn}/w{w}": [lambda t=t, bm=bm, bn=bn, w=w: cast.quantize_weights(t, FP8, [True] * len(t), block_m=bm, block_n=bn, warps=w) for t in sets] for bm, bn, w in [(64, 128, 4), (128, 128, 8), (32, 128, 4), (64, 64, 4)]}
+        arms = {
+            f"weights x4 {bm}x{bn}/w{w}": [
+                lambda t=t, bm=bm, bn=bn, w=w: cast.quantize_weights(
+                    t, FP8, [True] * len(t), block_m=bm, block_n=bn, warps=w
+                )
+                for t in sets
+            ]
+            for bm, bn, w in [(64, 128, 4), (128, 128, 8), (32, 128, 4), (64, 64, 4)]
+        }
         report("weights", (n, n), arms)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "fused_sweep.json").write_text(json.dumps(results, indent=1))

@@ -1,4 +1,4 @@
-"""Inductor's Triton templates. Private: ``select_algorithm``, ``kernel.mm_common``, ``lowering``, ``ir`` (2.11 to 2.14).
+"""Inductor's Triton templates. Private: ``select_algorithm``, ``kernel.mm_common``, ``lowering``, ``ir``.
 
 Differences that matter here: ``TritonTemplate`` asserts that its name is new (2.11 to 2.13; later it tolerates the same
 source); a single choice needs no ``autotune_select_algorithm``, whose result changed from a node to a pair in 2.13.
@@ -66,6 +66,20 @@ def register(op: Any, lower: Callable[..., Any]) -> None:
 
     if op not in lowerings:
         register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def makes_triton_code(device: torch.device) -> bool:
+    """Whether Inductor generates Triton for the device; on a CPU it does only when told to."""
+    import torch._inductor.config as inductor_config
+
+    return device.type != "cpu" or inductor_config.cpu_backend == "triton"
+
+
+def call_kernel(op: Any, *args: Any) -> Any:
+    """Lower ``op`` to a call of its registered kernel."""
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
 def size_of(size: Any, fallback: int) -> int:

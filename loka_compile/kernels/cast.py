@@ -11,7 +11,6 @@ from loka_compile.kernels import device as dev
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
 
-
 @triton.jit
 def _cast_tile(
     X, Q, QT, inverse, pid_m, pid_n, M, N, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: tile order, the GEMM main loop, BlockNorm, HardSwish and its derivative."""
+"""Device functions that several kernels share: tile order, the GEMM's main loop, BlockNorm, HardSwish, FP8 casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kernel of this room computes, in plain torch: the twins that tests and the CPU use. fp32 (fp64 if given)."""
+"""What each kernel of this room computes, in plain torch: the twins that tests and the CPU use. At least fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter against their twins. FP8 casts are checked on a GPU only: the interpreter of
+"""The Triton kernels in Triton's interpreter against their twins. FP8 casts are checked on a GPU: the interpreter of
 Triton 3.6 rounds them wrongly (a carry out of the mantissa is lost)."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, **more: Any) -> tu
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 384, 16), (37, 256, 48), (3, 3456, 16), (20, 512, 32), (5, 100, 16), (1, 512, 13), (17, 384, 29)]
+    ("m", "n", "k"),
+    [(1, 384, 16), (37, 256, 48), (3, 3456, 16), (20, 512, 32), (5, 100, 16), (1, 512, 13), (17, 384, 29)],
 )
 @pytest.mark.parametrize("config", [POINTERS, TMA, PERSISTENT], ids=["pointers", "tma", "persistent"])
 def test_gemm_block_norm(m: int, n: int, k: int, config: GemmConfig) -> None:

@@ -1,4 +1,4 @@
-"""The kernels on real hardware, FP8 rounding included: against fp64, on poisoned outputs, and each transposed FP8 output
+"""The kernels on real hardware, FP8 rounding included: against fp64, on poisoned outputs; each transposed FP8 output
 against its contiguous twin (Triton 3.6 miscompiles some transposed FP8 stores)."""
 
 from __future__ import annotations
@@ -85,13 +85,22 @@ def test_cast_transpose(shape: tuple[int, int], dtype: torch.dtype, magnitude: f
 def test_weights_together() -> None:
     from loka_compile.kernels.cast import quantize_weights
 
-    shapes = [(2048, 2048), (384, 448), (7, 13), (256, 256), (100, 300), (1, 1), (512, 64), (3456, 448), (9, 9), (30, 40)]
+    shapes = [
+        (2048, 2048),
+        (384, 448),
+        (7, 13),
+        (256, 256),
+        (100, 300),
+        (1, 1),
+        (512, 64),
+        (3456, 448),
+        (9, 9),
+        (30, 40),
+    ]
     weights = [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
     weights[-1].zero_()
     wanted = [i % 2 == 0 for i in range(len(shapes))]
-    for weight, q, qt, scale, transposed in zip(
-        weights, *quantize_weights(weights, E4M3, wanted), wanted, strict=True
-    ):
+    for weight, q, qt, scale, transposed in zip(weights, *quantize_weights(weights, E4M3, wanted), wanted, strict=True):
         assert scale.item() == pytest.approx(max(weight.float().abs().max().item(), 1e-12) / 448, rel=1e-6)
         if weight.any():
             assert relative(q.float() * scale, weight) < 0.03

@@ -1,5 +1,5 @@
-"""Runs ``interpreted_cases.py`` in a process of its own: Triton's interpreter has to be chosen before triton is imported,
-and torch, which every other test imports first, imports it."""
+"""Runs ``interpreted_cases.py`` in a process of its own: Triton's interpreter has to be chosen before triton is
+imported, and torch, which every other test imports first, imports it."""
 
 from __future__ import annotations
 

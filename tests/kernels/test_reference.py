@@ -33,7 +33,9 @@ def test_rowwise_scales_multiply_rows_and_columns() -> None:
     a, b = torch.randn(5, 32), torch.randn(32, 48)
     sa, sb = torch.rand(5, 1) + 0.5, torch.rand(1, 48) + 0.5
     out = ref.scaled_product(a, b, sa, sb)
-    torch.testing.assert_close(out.double(), (a.double() * sa.double()) @ (b.double() * sb.double()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.double(), (a.double() * sa.double()) @ (b.double() * sb.double()), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 384), (199, 3456), (33, 256), (4, 100)])

@@ -47,4 +47,3 @@ def splits_for(m: int, n: int, k: int, itemsize: int) -> int:
     """Into how many parts to cut the contraction; 1 is not at all."""
     rule = find("gemm_split_k", m, n, k, itemsize)
     return 1 if rule is None else int(rule.get("splits", 1))
-

@@ -17,7 +17,7 @@ from torch import fx
 
 from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs, lowerings
-from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, copy_meta, dtype_of, emit, is_call, result
+from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, arg, copy_meta, dtype_of, emit, is_call, result
 from loka_compile.lowering.roles import site_of
 from loka_compile.report import Report
 
@@ -98,29 +98,29 @@ def block_refusal(n: Any, block: int) -> str:
 
 def _product_of(norm: fx.Node) -> Product | None:
     """Walk from the norm's input over casts, aliases and views of the rows to the GEMM."""
-    node = norm.args[0]
-    width = norm.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+    node = arg(norm, 0)
+    width = arg(norm, 0).meta["val"].shape[-1]
     path: list[fx.Node] = []
     while isinstance(node, fx.Node):
         path.append(node)
         if is_call(node, aten.mm.default):
-            return Product(node, tuple(path), node.args[0], node.args[1], None, None, True)  # type: ignore[arg-type]
+            return Product(node, tuple(path), arg(node, 0), arg(node, 1), None, None, True)
         if is_call(node, aten._scaled_mm.default):
-            a, b, scale_a, scale_b, *rest = node.args
-            bias, scale_result, _, fast = [*rest, *[None] * (4 - len(rest))]
+            operands: list[Any] = [*node.args, *[None] * (8 - len(node.args))]
+            a, b, scale_a, scale_b, bias, scale_result, _, fast = operands
             if bias is not None or scale_result is not None or node.kwargs:
                 return None
-            return Product(node, tuple(path), a, b, scale_a, scale_b, bool(fast))  # type: ignore[arg-type]
-        keeps_rows = is_call(node, *_VIEWS) and node.args[0].meta["val"].shape[-1] == width  # type: ignore[union-attr]
+            return Product(node, tuple(path), a, b, scale_a, scale_b, bool(fast))
+        keeps_rows = is_call(node, *_VIEWS) and arg(node, 0).meta["val"].shape[-1] == width
         if not (is_call(node, *CONVERT, *ALIAS) or keeps_rows):
             return None
-        node = node.args[0]
+        node = arg(node, 0)
     return None
 
 
 def _refusal(norm: fx.Node, product: Product) -> str:
     value = product.node.meta["val"]
-    reason = on_this_device(value) or block_refusal(value.shape[1], int(norm.args[1]))  # type: ignore[arg-type]
+    reason = on_this_device(value) or block_refusal(value.shape[1], int(arg(norm, 1)))
     if reason:
         return reason
     if any(len(node.users) > 1 for node in product.path):
@@ -152,10 +152,12 @@ def _sizes(product: Product) -> tuple[int | None, int | None, int | None]:
 
 def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     """Put the fused operator in the place of GEMM and norm; returns what it swallowed, in words."""
-    block, eps = int(norm.args[1]), _eps(norm)  # type: ignore[arg-type]
+    block, eps = int(arg(norm, 1)), _eps(norm)
     y, rstd = result(norm, 0), result(norm, 1)
     m, n, k = _sizes(product)
-    assert m is not None and n is not None and k is not None
+    assert m is not None
+    assert n is not None
+    assert k is not None
     splits = configs.splits_for(m, n, k, dtype_of(product.a).itemsize)
     kind = "FP8" if dtype_of(product.a) in FP8 else str(dtype_of(product.a)).removeprefix("torch.")
     operands = (product.a, product.b, product.scale_a, product.scale_b)
@@ -180,9 +182,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     return f"{kind} GEMM + BlockNorm({block}){followed} in one kernel{saved}"
 
 
-def _split(
-    graph: fx.Graph, norm: fx.Node, product: Product, operands: tuple[fx.Node | None, ...], splits: int
-) -> None:
+def _split(graph: fx.Graph, norm: fx.Node, product: Product, operands: tuple[fx.Node | None, ...], splits: int) -> None:
     """GEMM in parts; the sum is pointwise to Inductor, which makes one kernel of it, the norm and what follows."""
     last = product.path[0]
     with graph.inserting_before(product.node):
@@ -206,15 +206,15 @@ def _reshaped(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
 
 
 def _eps(norm: fx.Node) -> float:
-    eps = norm.args[2] if len(norm.args) > 2 else None
-    return torch.finfo(torch.float32).eps if eps is None else float(eps)  # type: ignore[arg-type]
+    eps = arg(norm, 2) if len(norm.args) > 2 else None
+    return torch.finfo(torch.float32).eps if eps is None else float(eps)
 
 
 def _cheapen_epilogue(graph: fx.Graph, y: fx.Node, bound: float) -> str:
     """Rewrite HardSwish on a fused result for fewer instructions, and drop clamps that cannot act.
 
-    The epilogue runs between the tensor core's tiles, element by element: Inductor's NaN-safe minimum and maximum (three
-    instructions each) and its division cost a tenth of the kernel's time. NaN goes through both forms.
+    The tensor core waits while the epilogue runs. Inductor's NaN-safe minimum and maximum (three instructions each) and
+    its division cost a tenth of the kernel's time. NaN goes through both forms.
     """
     found = ""
     for node in list(y.users):
@@ -238,15 +238,15 @@ def _cheapen_epilogue(graph: fx.Graph, y: fx.Node, bound: float) -> str:
 
 
 def _drop_dead_clamps(node: fx.Node, bound: float) -> str:
-    """Below ``bound`` times the quantiser's factor nothing saturates. Returns " + FP8 output" if there is a quantiser."""
+    """Below ``bound`` times a quantiser's factor nothing saturates. Returns " + FP8 output" if one follows."""
     found = ""
     for user in list(node.users):
         if is_call(user, *CONVERT) and dtype_of(user) not in FP8:
             found = _drop_dead_clamps(user, bound) or found
-        elif is_call(user, aten.mul.Tensor) and isinstance(user.args[1], (int, float)):
-            found = _drop_dead_clamps(user, bound * abs(user.args[1])) or found
+        elif is_call(user, aten.mul.Tensor) and isinstance(arg(user, 1), (int, float)):
+            found = _drop_dead_clamps(user, bound * abs(arg(user, 1))) or found
         elif is_call(user, aten.clamp_min.default, aten.clamp_max.default):
-            limit = abs(float(user.args[1]))  # type: ignore[arg-type]
+            limit = abs(float(arg(user, 1)))
             found = _drop_dead_clamps(user, bound) or found
             if bound <= limit:
                 user.replace_all_uses_with(node)

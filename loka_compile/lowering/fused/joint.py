@@ -18,7 +18,16 @@ from torch import fx
 from loka_compile.gemm import Role
 from loka_compile.lowering.fused import ops
 from loka_compile.lowering.fused.forward import block_refusal, on_this_device
-from loka_compile.lowering.fused.match import Quantise, emit, is_call, quantisations, result, sort_topologically, strip
+from loka_compile.lowering.fused.match import (
+    Quantise,
+    arg,
+    emit,
+    is_call,
+    quantisations,
+    result,
+    sort_topologically,
+    strip,
+)
 from loka_compile.lowering.roles import MatMul, site_of
 from loka_compile.report import Report
 
@@ -48,7 +57,9 @@ def fuse_joint(graph: fx.Graph, report: Report) -> int:
 def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Report) -> int:
     name = site_of(norm) or norm.name
     grad, y, rstd, block = norm.args
-    assert isinstance(grad, fx.Node) and isinstance(y, fx.Node) and isinstance(block, int)
+    assert isinstance(grad, fx.Node)
+    assert isinstance(y, fx.Node)
+    assert isinstance(block, int)
     value = norm.meta["val"]
     consumers = [q for q in found if q.source is norm and q.factor is None]
     activation = _hardswish_backward(grad, y)
@@ -62,7 +73,7 @@ def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Rep
     if reason:
         report.fusions.append(f"{name}: backward of BlockNorm not fused: {reason}")
         return 0
-    source = activation.args[0] if activation is not None else grad
+    source = arg(activation, 0) if activation is not None else grad
     with graph.inserting_before(norm):
         dx, amax, xt = emit(
             graph, norm, torch.ops.loka.block_norm_backward_amax.default,
@@ -102,11 +113,11 @@ def _hardswish_backward(grad: fx.Node, y: fx.Node) -> fx.Node | None:
     node = grad
     while node is strip(node) or len(node.users) == 1:
         if is_call(node, aten.hardswish_backward.default):
-            same = strip(node.args[1]) is strip(y)  # type: ignore[arg-type]
+            same = strip(arg(node, 1)) is strip(y)
             return node if same and len(node.users) == 1 else None
         if node is strip(node):
             return None
-        node = node.args[0]  # type: ignore[assignment]
+        node = arg(node, 0)
     return None
 
 
@@ -116,7 +127,7 @@ def _is_activation_of(q: Quantise, y: fx.Node) -> bool:
         q.factor == 16.0
         and q.dtype == ops.FP8
         and is_call(q.source, aten.hardswish.default)
-        and strip(q.source.args[0]) is strip(y)  # type: ignore[arg-type]
+        and strip(arg(q.source, 0)) is strip(y)
     )
 
 
@@ -153,7 +164,9 @@ def _weights(graph: fx.Graph, found: list[Quantise], report: Report) -> int:
                 old.node.replace_all_uses_with(q)
                 if old.scale is not None:
                     old.scale.replace_all_uses_with(scale)
-        report.fusions.append(f"{count} weights and inputs quantised together, {sum(map(bool, copies.values()))} also transposed")
+        report.fusions.append(
+            f"{count} weights and inputs quantised together, {sum(map(bool, copies.values()))} also transposed"
+        )
         emitted += 1
     return emitted
 
@@ -162,7 +175,7 @@ def _static(node: fx.Node) -> bool:
     return all(isinstance(size, int) for size in node.meta["val"].shape) and result(node, 0) is None
 
 
-# ---------------------------------------------------------------------------------------------- what a plan may count on
+# ---------------------------------------------------------------------------------------------- for the plan
 def quantised_by_fusion(matmul: MatMul) -> set[str]:
     """The operands of a product that this fusion would quantise, whatever the device: "weight", "grad_output", "input".
 
@@ -182,12 +195,12 @@ def quantised_by_fusion(matmul: MatMul) -> set[str]:
 def _bounded_activation(node: fx.Node) -> bool:
     if not is_call(node, aten.hardswish.default):
         return False
-    norm = strip(node.args[0])  # type: ignore[arg-type]
-    return norm.target is operator.getitem and is_call(norm.args[0], torch.ops.loka.block_norm.default)
+    norm = strip(arg(node, 0))
+    return norm.target is operator.getitem and is_call(arg(norm, 0), torch.ops.loka.block_norm.default)
 
 
 def _follows_block_norm_backward(node: fx.Node) -> bool:
     source = strip(node)
     if not is_call(source, torch.ops.loka.block_norm_backward.default) or source.meta["val"].dim() != 2:
         return False
-    return not block_refusal(source.meta["val"].shape[-1], int(source.args[3]))  # type: ignore[arg-type]
+    return not block_refusal(source.meta["val"].shape[-1], int(arg(source, 3)))

@@ -1,4 +1,4 @@
-"""Inductor's lowerings of the fused operators: the GEMM becomes a Triton template, the rest stays a call of its kernel."""
+"""Inductor's lowering of the fused GEMM: a Triton template. The other operators stay calls of their kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TMA_BYTES = 16
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor how to lower ``loka::gemm_block_norm``; the other fused operators need nothing but their kernels."""
+    """Tell Inductor how to lower ``loka::gemm_block_norm``; the other operators need nothing but their kernels."""
     inductor.register(torch.ops.loka.gemm_block_norm.default, lower_gemm_block_norm)
 
 
@@ -26,6 +26,9 @@ def lower_gemm_block_norm(
     with_rstd: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     """One template with the shipped configuration; rstd is a second output, written only where it is asked for."""
+    if not inductor.makes_triton_code(a.get_device()):
+        op = torch.ops.loka.gemm_block_norm.default
+        return tuple(inductor.call_kernel(op, a, b, scale_a, scale_b, block, eps, out_dtype, fast, with_rstd))
     scaled = scale_a is not None
     a, b, *scales = inductor.realized(*([a, b, scale_a, scale_b] if scaled else [a, b]))
     device = a.get_device()

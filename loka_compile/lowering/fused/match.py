@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -22,16 +23,21 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return dtype
 
 
+def arg(node: Any, index: int) -> Any:
+    """A positional argument of a node, untyped: what a node is called with can be almost anything."""
+    return node.args[index]
+
+
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether ``node`` calls one of ``targets``."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def strip(node: fx.Node, *targets: Any) -> fx.Node:
+def strip(node: Any, *targets: Any) -> fx.Node:
     """The value behind casts between wide dtypes and aliases (and ``targets``); FP8 casts are not looked through."""
     while is_call(node, *CONVERT, *ALIAS, *targets) and dtype_of(node) not in FP8:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+        node = node.args[0]
+    return cast(fx.Node, node)
 
 
 def result(node: fx.Node, index: int) -> fx.Node | None:
@@ -84,15 +90,15 @@ def quantisations(graph: fx.Graph) -> Iterator[Quantise]:
 
 
 def _parse(node: fx.Node) -> Quantise | None:
-    inner = node.args[0]
+    inner: Any = node.args[0]
     limit = torch.finfo(dtype_of(node)).max
     bounds = []
     while is_call(inner, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default):
-        bounds += [abs(v) for v in inner.args[1:] if v is not None]  # type: ignore[union-attr]
-        inner = inner.args[0]  # type: ignore[union-attr]
+        bounds += [abs(v) for v in inner.args[1:] if v is not None]
+        inner = inner.args[0]
     if len(bounds) != 2 or any(b != limit for b in bounds) or not is_call(inner, aten.mul.Tensor):
         return None
-    wide, factor = inner.args  # type: ignore[union-attr]
+    wide, factor = cast("tuple[Any, Any]", inner.args)
     if not isinstance(wide, fx.Node) or dtype_of(wide) != torch.float32:
         return None
     source = strip(wide)
@@ -100,10 +106,10 @@ def _parse(node: fx.Node) -> Quantise | None:
         return Quantise(node, source, float(factor), None)
     if not is_call(factor, aten.reciprocal.default):
         return None
-    scale = factor.args[0]
+    scale: Any = factor.args[0]
     if not (is_call(scale, aten.div.Tensor) and scale.args[1] == limit):
         return None
-    floor = scale.args[0]
+    floor: Any = scale.args[0]
     while is_call(floor, aten.clamp_min.default, aten.clamp.default, aten.amax.default, aten.abs.default):
         floor = floor.args[0]
     # All of the tensor: a rowwise scale is no scalar.
@@ -114,7 +120,8 @@ def _parse(node: fx.Node) -> Quantise | None:
 
 def _is_transpose(node: fx.Node) -> bool:
     if is_call(node, aten.permute.default):
-        return [d % 2 for d in node.args[1]] == [1, 0]  # type: ignore[union-attr,operator]
+        dims: Any = node.args[1]
+        return [d % 2 for d in dims] == [1, 0]
     return is_call(node, aten.t.default)
 
 
@@ -135,7 +142,7 @@ def sort_topologically(graph: fx.Graph) -> None:
             order.append(current)
             stack.extend(reversed(waiting.pop(current, [])))
     assert not waiting, "the graph has a cycle"
-    for before, node in zip(order, order[1:], strict=False):
+    for before, node in pairwise(order):
         before.append(node)
 
 
@@ -160,6 +167,4 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> 
     node = copy_meta(graph.call_function(target, args), like, value)
     if isinstance(value, torch.Tensor):
         return [node]
-    return [
-        copy_meta(graph.call_function(operator.getitem, (node, i)), like, part) for i, part in enumerate(value)
-    ]
+    return [copy_meta(graph.call_function(operator.getitem, (node, i)), like, part) for i, part in enumerate(value)]

@@ -178,7 +178,7 @@ def _cast_cuda(
 
 
 def _weights_fake(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
-    """Weights [N, K] -> all [N, K] in FP8, then all transposes [K, N] (empty where not asked for), then all scales []."""
+    """Weights [N, K] -> all in FP8, then all transposes [K, N] (empty where not asked for), then all scales []."""
     q = [w.new_empty(w.shape, dtype=dtype) for w in weights]
     shapes = [(w.shape[1], w.shape[0]) if t else (0,) for w, t in zip(weights, with_qt, strict=True)]
     qt = [w.new_empty(shape, dtype=dtype) for w, shape in zip(weights, shapes, strict=True)]

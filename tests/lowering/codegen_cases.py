@@ -1,0 +1,95 @@
+"""Prints, as JSON, the kernels that Inductor generates for fused operators. Run in a process of its own by
+``test_fused_codegen.py``: it makes Inductor and Triton believe in an H200, without a GPU, and catches the code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+import triton
+from torch._inductor.graph import GraphLowering
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from loka_compile._compat import inductor_templates
+from loka_compile.lowering.fused import lowerings
+
+
+class Driver:
+    """Says that an sm_90 is active."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def inference(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, False)
+    return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3)
+
+
+def training(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, True)
+    return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3), y, rstd
+
+
+def residual(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, False, False)
+    return F.hardswish(y) + torch.ones(y.shape, dtype=y.dtype)
+
+
+CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
+    "inference": (inference, 4096, 1024, 1024, None),
+    "training": (training, 4096, 1024, 1024, None),
+    "short last block": (training, 199, 384, 64, None),
+    "unaligned": (inference, 199, 512, 13, None),
+    "residual": (residual, 256, 512, 256, None),
+    "dynamic batch": (training, 256, 512, 256, True),
+}
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    triton.runtime.driver.set_active(Driver())
+    lowerings.register()
+    inductor_templates.is_aligned = lambda node: True
+    inductor_config.cpu_backend = "triton"
+    inductor_config.force_disable_caches = True
+    codes: list[str] = []
+    GraphLowering.save_output_code = staticmethod(codes.append)  # type: ignore[assignment, method-assign]
+    found = {}
+    for name, (fn, m, n, k, dynamic) in CASES.items():
+        torch._dynamo.reset()
+        codes.clear()
+        a, b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3).t()
+        try:
+            torch.compile(fn, dynamic=dynamic)(a, b, torch.ones(1), torch.full((1,), 2.0))
+        except Exception as error:  # Triton cannot compile for a CPU; the code was caught before.
+            if not codes or "compatible backends" not in str(error):
+                raise
+        found[name] = {
+            "kernels": sorted(set(re.findall(r"def (triton_\w+)\(", codes[-1]))),
+            "descriptors": codes[-1].count("tl.make_tensor_descriptor("),
+            "stores": codes[-1].count("tl.store("),
+            "launches": codes[-1].count(".run("),
+        }
+    print("RESULT" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Golden: how many kernels Inductor makes of the fused GEMM and its neighbours, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, Any]:
+    script = Path(__file__).with_name("codegen_cases.py")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT"))
+
+
+@pytest.mark.parametrize(
+    ("case", "stores"),
+    [
+        ("inference", 1),
+        ("training", 3),
+        ("short last block", 3),
+        ("unaligned", 1),
+        ("residual", 1),
+        ("dynamic batch", 3),
+    ],
+)
+def test_gemm_norm_activation_and_quantisation_are_one_kernel(
+    generated: dict[str, Any], case: str, stores: int
+) -> None:
+    found = generated[case]
+    assert found["launches"] == 1, found
+    assert len(found["kernels"]) == 1
+    assert "gemm_block_norm" in found["kernels"][0]
+    # One per result: y, rstd and the FP8 operand in training, the FP8 operand alone in inference.
+    assert found["stores"] == stores
+
+
+def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> None:
+    assert generated["inference"]["descriptors"] == 2
+    assert generated["unaligned"]["descriptors"] == 0

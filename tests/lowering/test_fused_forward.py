@@ -1,0 +1,190 @@
+"""The forward fusion on graphs: what it rewrites, what it refuses and why, and that the result means the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fused_graphs import E4M3, aten, fp8_linear, loka, targets, trace
+
+from loka_compile.lowering.fused import forward
+from loka_compile.lowering.fused.forward import fuse, will_fuse
+from loka_compile.report import Report
+
+BF16, F32 = torch.bfloat16, torch.float32
+FUSED = "loka.gemm_block_norm.default"
+
+
+def chain(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> Tensor:
+    return F.hardswish(loka.block_norm(fp8_linear(x, w, sx, sw), 256, 1e-5)[0])
+
+
+def fp8_inputs(m: int, n: int, k: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [((m, k), E4M3), ((n, k), E4M3), ((), F32), ((), F32)]
+
+
+@pytest.mark.parametrize(("m", "n"), [(4096, 1024), (1, 384), (199, 3456), (64, 256), (64, 128)])
+def test_fp8_gemm_and_norm_become_one_operator(m: int, n: int) -> None:
+    gm, report = trace(chain, *fp8_inputs(m, n, 448)), Report()
+    assert fuse(gm.graph, report) == 1
+    gm.graph.lint()
+    found = targets(gm)
+    assert found[FUSED] == 1
+    assert not {t for t in found if "_scaled_mm" in t or t == "loka.block_norm.default"}
+    # HardSwish is spelt out for the epilogue.
+    assert "aten.hardswish.default" not in found
+    assert "FP8 GEMM + BlockNorm(256) + HardSwish in one kernel" in report.fusions[0]
+    node = next(n for n in gm.graph.nodes if str(n.target) == FUSED)
+    assert node.args[4:] == (256, 1e-5, BF16, True, False)
+
+
+def test_rstd_is_written_only_where_it_is_read() -> None:
+    def training(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> tuple[Tensor, Tensor]:
+        y, rstd = loka.block_norm(fp8_linear(x, w, sx, sw), 256, 1e-5)
+        return F.hardswish(y), rstd
+
+    gm, report = trace(training, *fp8_inputs(64, 512, 64)), Report()
+    assert fuse(gm.graph, report) == 1
+    assert next(n for n in gm.graph.nodes if str(n.target) == FUSED).args[-1] is True
+    assert "kept for the backward" in report.fusions[0]
+    assert [tuple(v.shape) for v in (o.meta["val"] for o in gm.graph.output_node().args[0])] == [(64, 512), (64, 2)]
+
+
+def test_bf16_gemm_views_and_casts_in_between() -> None:
+    def mixed(x: Tensor, w: Tensor) -> Tensor:
+        z = (x @ w.t()).view(8, 16, 512).to(F32)
+        return loka.block_norm(z, 256, 1e-5)[0]
+
+    gm, report = trace(mixed, ((128, 64), BF16), ((512, 64), BF16)), Report()
+    assert fuse(gm.graph, report) == 1
+    value = gm.graph.output_node().args[0].meta["val"]
+    assert (tuple(value.shape), value.dtype) == ((8, 16, 512), F32)
+    assert "bfloat16 GEMM" in report.fusions[0]
+
+
+def test_quantiser_after_it_loses_clamps_that_cannot_act() -> None:
+    def quantised(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> Tensor:
+        h = chain(x, w, sx, sw)
+        return (h.float() * 16).clamp(-448, 448).to(E4M3)
+
+    def too_large(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> Tensor:
+        h = chain(x, w, sx, sw)
+        return aten.clamp_max(aten.clamp_min(h.float() * 32, -448), 448).to(E4M3)
+
+    def split_clamp(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> Tensor:
+        h = chain(x, w, sx, sw)
+        return aten.clamp_max(aten.clamp_min(h.float() * 16, -448), 448).to(E4M3)
+
+    for fn, clamps in ((split_clamp, 0), (too_large, 2)):
+        gm, report = trace(fn, *fp8_inputs(64, 512, 64)), Report()
+        fuse(gm.graph, report)
+        found = targets(gm)
+        assert found["aten.clamp_min.default"] + found["aten.clamp_max.default"] == clamps
+        assert "FP8 output" in report.fusions[0]
+    gm, report = trace(quantised, *fp8_inputs(64, 512, 64)), Report()
+    assert fuse(gm.graph, report) == 1
+
+
+def _plain(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, block: int = 256) -> Tensor:
+    return loka.block_norm(fp8_linear(x, w, sx, sw), block, 1e-5)[0]
+
+
+def _shared(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> tuple[Tensor, Tensor]:
+    z = fp8_linear(x, w, sx, sw)
+    return loka.block_norm(z, 256, 1e-5)[0], z
+
+
+def _with_bias(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> Tensor:
+    z = aten._scaled_mm.default(x, w.t(), sx, sw, torch.zeros(w.shape[0], dtype=BF16, device=x.device), None, BF16)
+    return loka.block_norm(z, 256, 1e-5)[0]
+
+
+def _no_gemm(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> Tensor:
+    return loka.block_norm(x.to(BF16), 256, 1e-5)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "n", "reason"),
+    [
+        (_shared, 512, "read by others"),
+        (lambda x, w, sx, sw: _plain(x, w, sx, sw, 512), 1024, "does not fit a tile"),
+        (lambda x, w, sx, sw: _plain(x, w, sx, sw), 256 + 16, "leave a last block of 16"),
+        (_with_bias, 512, "not a GEMM's result"),
+        (_no_gemm, 512, "not a GEMM's result"),
+    ],
+    ids=["shared", "block", "last block", "bias", "no GEMM"],
+)
+def test_refusals_name_the_reason_and_leave_the_graph_alone(fn: Callable[..., Any], n: int, reason: str) -> None:
+    gm, report = trace(fn, *fp8_inputs(64, n, 512)), Report()
+    before = targets(gm)
+    norm = next(node for node in gm.graph.nodes if str(node.target) == "loka.block_norm.default")
+    assert not will_fuse(norm)
+    assert fuse(gm.graph, report) == 0
+    assert targets(gm) == before
+    assert reason in report.fusions[0]
+
+
+def test_fp32_and_the_cpu_are_refused() -> None:
+    def fp32(x: Tensor, w: Tensor) -> Tensor:
+        return loka.block_norm(x @ w.t(), 256, 1e-5)[0]
+
+    report = Report()
+    assert fuse(trace(fp32, ((64, 64), F32), ((512, 64), F32)).graph, report) == 0
+    assert "float32 operands" in report.fusions[0]
+    report = Report()
+    assert fuse(trace(chain, *fp8_inputs(64, 512, 64), device="cpu").graph, report) == 0
+    assert "for CUDA, not cpu" in report.fusions[0]
+
+
+def test_few_tiles_and_a_long_contraction_are_split() -> None:
+    gm, report = trace(chain, *fp8_inputs(1024, 256, 7680)), Report()
+    assert fuse(gm.graph, report) == 1
+    found = targets(gm)
+    assert found["loka.gemm_split_k.default"] == 1
+    assert found["loka.block_norm.default"] == 1  # decomposed later, into the kernel that adds the parts up
+    assert found["aten._scaled_mm.default"] == 0
+    assert "cut into 8 along K" in report.fusions[0]
+
+
+def test_the_rewritten_graph_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "on_this_device", lambda value: "")
+
+    def training(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, rstd = loka.block_norm(fp8_linear(x, w, sx, sw, out_dtype=F32), 256, 1e-5)
+        h = F.hardswish(y)
+        return (h * 16).clamp(-448, 448).to(E4M3), y, rstd
+
+    for m, n, k in ((37, 640, 64), (1, 384, 128), (16, 256, 7680)):
+        shapes = fp8_inputs(m, n, k)
+        before, after = trace(training, *shapes, device="cpu"), trace(training, *shapes, device="cpu")
+        assert fuse(after.graph, Report()) == 1
+        after.recompile()
+        x, w = (torch.randn(m, k) * 4).to(E4M3), (torch.randn(n, k) * 4).to(E4M3)
+        args = (x, w, torch.tensor(0.03), torch.tensor(0.5))
+        for found, expected in zip(after(*args), before(*args), strict=True):
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(
+                found.float(), expected.float(), rtol=2e-3 if found.dtype == F32 else 0.13, atol=1e-4
+            )
+
+
+def test_hardswish_in_the_epilogue_keeps_knees_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "on_this_device", lambda value: "")
+
+    def only(y: Tensor) -> Tensor:
+        return F.hardswish(y)
+
+    gm = trace(only, ((8,), F32), device="cpu")
+    y = next(n for n in gm.graph.nodes if n.op == "placeholder")
+    forward._cheapen_epilogue(gm.graph, y, 16.0)
+    gm.recompile()
+    values = torch.tensor([-16.0, -3.0, -2.9999, 0.0, 2.9999, 3.0, 16.0, float("nan")])
+    torch.testing.assert_close(gm(values), F.hardswish(values), equal_nan=True)
