@@ -18,6 +18,7 @@ import gc
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -284,7 +285,8 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "absent"
     driver = Path("/proc/driver/nvidia/version")
-    found["driver"] = driver.read_text().split("Module")[-1].split()[0] if driver.exists() else "unknown"
+    number = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
+    found["driver"] = number[0] if number else "unknown"
     return found
 
 
