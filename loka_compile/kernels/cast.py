@@ -87,7 +87,7 @@ def _amax_weights_kernel(
 @triton.jit
 def _cast_weights_kernel(
     XS, QS, QTS, PARTS, SCALES, starts, ms, ns, COUNT: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    CHUNK: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     for i in tl.static_range(COUNT):
@@ -99,7 +99,7 @@ def _cast_weights_kernel(
                 tl.store(SCALES[i], amax / LIMIT)
             _cast_tile(
                 XS[i], QS[i], QTS[i], LIMIT / amax, local // grid_n, local % grid_n, ms[i], ns[i], LIMIT, True,
-                WRITE_QT, BLOCK_M, BLOCK_N,
+                ((TRANSPOSED >> i) & 1) == 1, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def quantize_weights(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Every weight [N, K] tensorwise in FP8, the transposes [K, N] (empty where not asked for), the scales (shape []).
 
-    Two launches (maxima of tiles, then the cast) for each group of up to eight weights that want the same outputs.
+    Two launches (maxima of tiles, then the cast) for each group of up to eight weights.
     """
     q = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in weights]
     qt = [
@@ -123,24 +123,24 @@ def quantize_weights(
     ]
     # What an empty weight gets, and a placeholder for the others.
     scales = [torch.full((), AMAX_FLOOR / LIMITS[dtype], device=w.device) if not w.numel() else w for w in weights]
-    for transposed in (False, True):
-        chosen = [i for i, w in enumerate(weights) if with_qt[i] == transposed and w.numel()]
-        for first in range(0, len(chosen), GROUP):
-            group = chosen[first : first + GROUP]
-            ws = tuple(weights[i].contiguous() for i in group)
-            starts = [0]
-            for w in ws:
-                starts.append(starts[-1] + triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n))
-            parts = torch.empty((starts[-1],), dtype=torch.float32, device=ws[0].device)
-            scale = tuple(torch.empty((), dtype=torch.float32, device=w.device) for w in ws)
-            ms, ns = tuple(w.shape[0] for w in ws), tuple(w.shape[1] for w in ws)
-            blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
-            grid = (starts[-1],)
-            _amax_weights_kernel[grid](ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
-            _cast_weights_kernel[grid](
-                ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, tuple(starts), ms, ns,
-                COUNT=len(ws), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, WRITE_QT=transposed, **blocks,
-            )  # fmt: skip
-            for i, s in zip(group, scale, strict=True):
-                scales[i] = s
+    chosen = [i for i, w in enumerate(weights) if w.numel()]
+    for first in range(0, len(chosen), GROUP):
+        group = chosen[first : first + GROUP]
+        ws = tuple(weights[i].contiguous() for i in group)
+        starts = [0]
+        for w in ws:
+            starts.append(starts[-1] + triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n))
+        parts = torch.empty((starts[-1],), dtype=torch.float32, device=ws[0].device)
+        scale = tuple(torch.empty((), dtype=torch.float32, device=w.device) for w in ws)
+        ms, ns = tuple(w.shape[0] for w in ws), tuple(w.shape[1] for w in ws)
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+        grid = (starts[-1],)
+        _amax_weights_kernel[grid](ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
+        _cast_weights_kernel[grid](
+            ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, tuple(starts), ms, ns,
+            COUNT=len(ws), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256,
+            TRANSPOSED=sum(with_qt[i] << at for at, i in enumerate(group)), **blocks,
+        )  # fmt: skip
+        for i, s in zip(group, scale, strict=True):
+            scales[i] = s
     return q, qt, scales
