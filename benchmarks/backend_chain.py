@@ -5,6 +5,7 @@
 Arms, interleaved in one run, CUDA-graph medians:
     inductor   the Mods in eager (plain torch), torch.compile(backend="inductor"), bf16
     loka       the same model, torch.compile(backend="loka"), plan from the shipped H200 cost table (table="auto")
+    loka:unfused  the same with fuse=False: torch's kernels, quantisation left to Inductor
     loka:off   the same, table="off": no FP8, to tell the rewriting's share from FP8's
 """
 
@@ -66,7 +67,7 @@ def graphed(fn, warmup: int = 6):
     return graph.replay
 
 
-def interleaved(arms: dict, rounds: int = 40, inner: int = 10) -> dict[str, float]:
+def interleaved(arms: dict, rounds: int = 30, inner: int = 10) -> dict[str, float]:
     """Median microseconds of each arm; the arms take turns within every round."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
@@ -104,7 +105,11 @@ def main() -> None:
         x = torch.randn(args.batch, width, device="cuda", dtype=torch.bfloat16)
         grad = torch.randn_like(x) * 1e-3
         models = {"inductor": torch.compile(plain, backend="inductor")}
-        for name, options in (("loka", {"auto_calls": 2}), ("loka:off", {"table": "off"})):
+        for name, options in (
+            ("loka", {"auto_calls": 2}),
+            ("loka:unfused", {"auto_calls": 2, "fuse": False}),
+            ("loka:off", {"table": "off"}),
+        ):
             model = Norms(width, args.layers).cuda().bfloat16()
             model.load_state_dict(plain.state_dict())
             models[name] = torch.compile(model, backend="loka", options=options)
@@ -115,13 +120,14 @@ def main() -> None:
             arms = {}
             for name, model in models.items():
                 arms[name] = graphed(_forward(model, x) if mode == "forward" else _train(model, x, grad))
-                if name == "loka":
+                if name.startswith("loka"):
                     report = loka_compile.reports()[-1]
-                    row[f"{mode} plan"] = report.counts()
+                    row.setdefault(f"{mode} plan", {})[name] = report.counts()
+                    row.setdefault(f"{mode} fusions", {})[name] = report.fusions
             times = interleaved(arms)
             row[mode] = {"us": times, "speed-up": times["inductor"] / times["loka"]}
             print(f"width {width} {mode}: " + ", ".join(f"{n} {t:.1f} us" for n, t in times.items())
-                  + f", inductor/loka {row[mode]['speed-up']:.3f}, plan {row[f'{mode} plan']}", flush=True)  # fmt: skip
+                  + f", inductor/loka {row[mode]['speed-up']:.3f}, plan {row[f'{mode} plan']['loka']}", flush=True)  # fmt: skip
             if mode == "forward":
                 with torch.no_grad():
                     for name, model in models.items():

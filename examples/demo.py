@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
+import loka_compile  # noqa: F401  (in a checkout that is not installed, this makes backend="loka" known)
 from examples import metrics
 from examples.data import Dataset, nycflights
 from examples.demo_plots import plot_losses, plot_plan

@@ -42,7 +42,7 @@ class PlanAfterSampling:
         calls = planning.config.auto_calls
         self._planning, self._lowering, self._patches = planning, lowering, patches
         self._capture: SavedCapture | None = SavedCapture(gm, example_inputs)
-        self._sampler = Sampler(calls)
+        self._sampler = Sampler(calls, planning.config.fuse)
         self._lock = threading.Lock()
         report = lowering.report
         report.notes.append(f"the first {calls} calls run in high precision and are sampled")

@@ -48,6 +48,7 @@ class Planning:
             "target": self.target,
             "mods": self.config.active_mods,
             "block_size": self.config.block_size,
+            "fuse": self.config.fuse,  # the costs in a table count on fused kernels
             "torch": torch.__version__,
         }
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

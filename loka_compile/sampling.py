@@ -58,8 +58,9 @@ class _Site:
 class Sampler:
     """Collects rows of inputs and output gradients, and the weights, of one compiled graph over its first calls."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, fuse: bool = True) -> None:
         self.calls = calls
+        self._fuse = fuse
         self.step = 0
         self.id = next(_ids)
         self._rows = max(16, -(-ROWS // calls))
@@ -76,7 +77,8 @@ class Sampler:
         """Tap activation and weight of every forward GEMM, and the output gradient of every backward one."""
         for matmul, gemm in gemms_of(graph):
             self._sites[matmul.site].gemms[matmul.role] = gemm
-            self._sites[matmul.site].fused |= quantised_by_fusion(matmul)
+            if self._fuse:
+                self._sites[matmul.site].fused |= quantised_by_fusion(matmul)
             first, second = matmul.positions
             if matmul.role is Role.FORWARD:
                 self._tap(matmul, first, "input", flip=False)
