@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_extras():
     for page in PAGES:
         for extras in re.findall(r'pip install "?(?:loka-compile|\.)\[([\w,]+)\]', page.read_text()):
             assert set(extras.split(",")) <= set(declared), page
+
+
+def test_measurements_in_the_readme_are_those_of_the_results():
+    results = json.loads((ROOT / "benchmarks/results/chain_h200.json").read_text())
+    measured = {case["case"]: case["us"] for case in results["cases"]}
+    for what, width, *shown in rows("README.md", "what"):
+        us = measured[f"{what} 4096x{width}"]
+        a, b, loka = us["A"], us["B"], us["E all FP8"]
+        assert shown == [f"{a:.0f}", f"{b:.0f}", f"{loka:.0f}", f"{a / loka:.2f}", f"{b / loka:.2f}"]
 
 
 # ------------------------------------------------------------------------------------------------ what pages point to
