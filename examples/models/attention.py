@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
     """Tokens [B, n, d] look at each other: -> [B, n, d].
 
     Args:
-        length: rotary positions for up to this many tokens; 0 leaves positions away.
+        length: rotary positions for exactly this many tokens; 0 leaves positions away, for any number.
 
     Raises:
         ValueError: ``heads`` does not divide ``dim`` (into even parts, with rotary positions).
@@ -60,10 +60,10 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (split_heads(t, self.heads) for t in self.qkv(tokens).chunk(3, dim=-1))
+        query, key, value = self.qkv(tokens).chunk(3, dim=-1)
+        q, k, v = (split_heads(t, self.heads) for t in (query, key, value))
         if self.rotary:
-            cos, sin = self.cos[: q.shape[2]], self.sin[: q.shape[2]]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = (rotate(t, self.cos, self.sin) for t in (q, k))
         return self.out(attend(q, k, v, mask))
 
 

@@ -131,7 +131,7 @@ class CrossModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
-        return self.mix(self.cross(flat, flat).unflatten(1, x.shape[1:]))
+        return self.mix(self.cross(flat, flat).view_as(x))
 
 
 class AttentionModule(nn.Module):

@@ -113,7 +113,7 @@ def swish_norm_mlp(in_features: int, hidden: int, out: int) -> nn.Sequential:
 
 
 class HSTULayer(nn.Module):
-    """One layer: x [B, t, d], mask [B, 1, t, t] -> [B, t, d]."""
+    """One layer: x [B, t, d], hidden [t, t] or [B, 1, t, t] bool -> [B, t, d]; True hides a column from a row."""
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ class HSTULayer(nn.Module):
         self.attention_norm = nn.LayerNorm(inner)
         self.out = nn.Linear(inner * (3 if config.concat_ua else 1), config.dim)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
         u, v, q, k = F.silu(self.uvqk(self.norm(x))).split(self.widths, dim=-1)
         v, q, k = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (v, q, k))
-        weights = F.silu(q @ k.transpose(-2, -1)) * mask.to(q.dtype) / self.length
+        weights = (F.silu(q @ k.transpose(-2, -1)) / self.length).masked_fill(hidden, 0.0)
         attended = (weights @ v).transpose(1, 2).flatten(2)
         gated = self.attention_norm(attended).to(u.dtype) * u
         return x + self.out(torch.cat([u, attended, gated], dim=-1) if self.concat_ua else gated)
@@ -139,12 +139,13 @@ class HSTULayer(nn.Module):
 class HSTUDense(nn.Module):
     """Everything but the tables: numerics [B, F], tokens [B, C, d], history [B, T, d] and mask [B, T] -> logits [B]."""
 
-    visible: Tensor
+    hidden: Tensor
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
+        self.reads_history = config.history_length > 0
         self.numeric = swish_norm_mlp(config.numerics, config.content_mlp, config.dim)
-        if config.history_length:
+        if self.reads_history:
             self.content = swish_norm_mlp(config.dim, config.content_mlp, config.dim)
         self.candidate = swish_norm_mlp(config.dim, config.candidate_mlp, config.dim)
         self.position = nn.Parameter(torch.randn(config.sequence_length, config.dim) * config.dim**-0.5)
@@ -153,24 +154,23 @@ class HSTUDense(nn.Module):
         self.head = nn.Sequential(nn.Linear(config.dim, config.head), SwishLayerNorm(config.head))
         self.predict = nn.Linear(config.head, 1)
         # Context tokens see each other; after them everyone sees the past and itself.
-        visible = torch.ones(config.sequence_length, config.sequence_length).tril().bool()
-        visible[: config.context, : config.context] = True
-        self.register_buffer("visible", visible, persistent=False)
+        hidden = torch.ones(config.sequence_length, config.sequence_length).triu(1).bool()
+        hidden[: config.context, : config.context] = False
+        self.register_buffer("hidden", hidden, persistent=False)
 
     def forward(
         self, numerics: Tensor, tokens: Tensor, history: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        batch = tokens.shape[0]
-        context = torch.cat([tokens, self.numeric(numerics).to(tokens.dtype).unsqueeze(1)], dim=1)
-        middle = [] if history is None else [self.content(history).to(tokens.dtype)]
-        candidate = self.candidate(tokens[:, 0]).to(tokens.dtype).unsqueeze(1)
-        x = torch.cat([context, *middle, candidate], dim=1) + self.position
-        visible = self.visible.expand(batch, 1, -1, -1)
-        if mask is not None:
-            seen = mask.new_ones(batch, context.shape[1])
-            visible = visible & torch.cat([seen, mask, seen[:, :1]], dim=1)[:, None, None, :]
+        parts = [tokens, self.numeric(numerics).to(tokens.dtype).unsqueeze(1)]
+        hidden = self.hidden
+        if self.reads_history:
+            parts.append(self.content(history).to(tokens.dtype))
+            absent = F.pad(~mask, (tokens.shape[1] + 1, 1), value=False)
+            hidden = hidden | absent[:, None, None, :]
+        parts.append(self.candidate(tokens[:, 0]).to(tokens.dtype).unsqueeze(1))
+        x = torch.cat(parts, dim=1) + self.position
         for layer in self.layers:
-            x = layer(x, visible)
+            x = layer(x, hidden)
         return self.predict(self.head(self.norm(x[:, -1]))).squeeze(1)
 
 

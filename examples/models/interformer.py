@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.models.attention import AttentionPool, SelfAttention
@@ -183,7 +184,7 @@ class SequenceArch(nn.Module):
         self.attention = SelfAttention(config.dim, config.heads, config.class_tokens + config.sequence_length)
         self.norm = nn.LayerNorm(config.dim)
 
-    def forward(self, x_sum: Tensor, s: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x_sum: Tensor, s: Tensor, mask: Tensor | None) -> Tensor:
         p = self.ffn(x_sum, s)
         return self.norm(p + self.attention(p, mask))
 
@@ -210,10 +211,12 @@ class SequenceSummary(nn.Module):
         self.pool = AttentionPool(config.dim, config.heads, config.pooled_tokens)
         self.gate = Gate(config.dim)
 
-    def forward(self, s: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, s: Tensor, mask: Tensor | None) -> Tensor:
         pooled = self.pool(s, mask).to(s.dtype)
-        # A history shorter than the recent tokens leaves zeros in their place.
-        recent = s[:, -self.recent_tokens :] * mask[:, -self.recent_tokens :, None].to(s.dtype)
+        recent = s[:, -self.recent_tokens :]
+        if mask is not None:
+            # A history shorter than the recent tokens leaves zeros in their place.
+            recent = recent * mask[:, -self.recent_tokens :].unsqueeze(-1).to(s.dtype)
         return self.gate(torch.cat([s[:, : self.class_tokens], pooled, recent], dim=1))
 
 
@@ -227,7 +230,7 @@ class InterFormerLayer(nn.Module):
         self.interaction = InteractionArch(config)
         self.sequence = SequenceArch(config)
 
-    def forward(self, x: Tensor, s: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, s: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.interaction(x, self.s_summary(s, mask)), self.sequence(self.x_summary(x), s, mask)
 
 
@@ -237,6 +240,8 @@ class InterFormerDense(nn.Module):
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
         self.dim = config.dim
+        self.reads_history = config.history_length > 0
+        self.class_tokens = config.class_tokens
         fields = len(config.table_sizes) + config.numeric_tokens
         self.numeric = MLP(config.numerics, config.numeric_mlp, config.numeric_tokens * config.dim, config.mlp_norm)
         self.compress = nn.Identity() if fields == config.tokens else TokenLinear(fields, config.tokens)
@@ -250,17 +255,15 @@ class InterFormerDense(nn.Module):
     def forward(
         self, numerics: Tensor, tokens: Tensor, history: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        if history is None or mask is None:
-            history = tokens
-            mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        sequence = history if self.reads_history else tokens
+        # The class tokens are always there, so no row of the attention is empty.
+        shown = F.pad(mask, (self.class_tokens, 0), value=True) if self.reads_history else None
         x = self.compress(torch.cat([tokens, self.numeric(numerics).unflatten(1, (-1, self.dim))], dim=1))
         first = self.start(x)
-        s = torch.cat([first, self.preprocess(history).to(first.dtype)], dim=1)
-        # The class tokens are always there, so no row of the attention is empty.
-        mask = torch.cat([mask.new_ones(mask.shape[0], first.shape[1]), mask], dim=1)
+        s = torch.cat([first, self.preprocess(sequence).to(first.dtype)], dim=1)
         for layer in self.layers:
-            x, s = layer(x, s, mask)
-        s_sum = self.summary(s, mask).flatten(1)
+            x, s = layer(x, s, shown)
+        s_sum = self.summary(s, shown).flatten(1)
         return self.head(torch.cat([x.flatten(1), s_sum.to(x.dtype)], dim=1)).squeeze(1)
 
 

@@ -46,6 +46,7 @@ class Trainer:
         model: on ``device`` already. Only ``model.dense_arch`` is compiled.
         transform: changes the dense part before it is compiled, e.g. `loka_compile.apply_mods` or torchao's conversion.
         device: where batches are moved to.
+        capturable: keep Adam's step count on the GPU, so that `step` can be captured in a CUDA graph.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Trainer:
         *,
         device: str | torch.device = "cpu",
         transform: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+        capturable: bool = False,
     ) -> None:
         self.model, self.stream, self.config = model, stream, config
         self.device = torch.device(device)
@@ -63,9 +65,8 @@ class Trainer:
             model.dense_arch = transform(model.dense_arch)
         self.step_count = 0
         self.seconds = 0.0
-        # A captured or fused Adam keeps its step on the device; foreach is what the CPU has.
-        fused = {"fused": True} if self.device.type == "cuda" else {"foreach": True}
-        self.dense_optimizer = torch.optim.Adam(model.dense_arch.parameters(), lr=config.lr, **fused)
+        how = {"fused": True, "capturable": capturable} if self.device.type == "cuda" else {"foreach": True}
+        self.dense_optimizer = torch.optim.Adam(model.dense_arch.parameters(), lr=config.lr, **how)
         tables = list(model.embed.parameters())
         if config.table_optimizer == "rowwise_adagrad":
             self.table_optimizer: torch.optim.Optimizer = RowwiseAdagrad(tables, lr=config.table_lr)

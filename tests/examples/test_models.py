@@ -195,12 +195,13 @@ def test_self_attention_against_a_loop() -> None:
 
 
 def test_rotary_positions_are_relative() -> None:
-    attention = SelfAttention(8, 2, length=12).eval()
+    attention, longer = SelfAttention(8, 2, length=4), SelfAttention(8, 2, length=7)
+    longer.load_state_dict(attention.state_dict())
     x = torch.randn(1, 4, 8)
     # Shift the tokens by three positions behind hidden ones: what they see of each other stays.
     shifted = torch.cat([torch.randn(1, 3, 8), x], dim=1)
     mask = torch.tensor([[False] * 3 + [True] * 4])
-    torch.testing.assert_close(attention(shifted, mask)[:, 3:], attention(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(longer(shifted, mask)[:, 3:], attention(x), rtol=1e-4, atol=1e-5)
     swapped = attention(x.flip(1)).flip(1)
     assert not torch.allclose(swapped, attention(x), atol=1e-3)
 
@@ -239,7 +240,7 @@ def test_hstu_layer_against_a_loop() -> None:
     layer = HSTULayer(config).double()
     t = config.sequence_length
     x = torch.randn(1, t, 16, dtype=torch.float64)
-    mask = torch.ones(1, 1, t, t).tril().bool()
+    hidden = torch.ones(t, t).triu(1).bool()
     u, v, q, k = (
         p.detach().numpy()[0] for p in nn.functional.silu(layer.uvqk(layer.norm(x))).split([16, 16, 8, 8], -1)
     )
@@ -253,7 +254,7 @@ def test_hstu_layer_against_a_loop() -> None:
     normed = (attended - attended.mean(1, keepdims=True)) / np.sqrt(attended.var(1, keepdims=True) + 1e-5)
     joined = np.concatenate([u, attended, normed * u], axis=1)
     expected = x[0].numpy() + joined @ layer.out.weight.detach().numpy().T + layer.out.bias.detach().numpy()
-    np.testing.assert_allclose(layer(x, mask)[0].detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(layer(x, hidden)[0].detach().numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_swish_layer_norm() -> None:

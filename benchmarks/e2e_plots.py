@@ -1,0 +1,54 @@
+"""The two pictures of whole-model throughput: counterparts of the LoKA paper's figures 10 and 11."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from benchmarks.kernel_kinds import KINDS
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def plot_speedup(result: dict[str, Any], path: Path) -> None:
+    """Speed-up of each arm over the bf16 original, training on the left, inference on the right."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    models = list(result["models"])
+    for axis, mode in zip(axes, ("training", "inference"), strict=True):
+        arms = list(result["models"][models[0]][mode])
+        width = 0.8 / len(arms)
+        for i, arm in enumerate(arms):
+            heights = [result["models"][m][mode][arm]["speedup"] or 0.0 for m in models]
+            axis.bar(np.arange(len(models)) + i * width, heights, width, label=arm)
+        axis.axhline(1.0, color="0.4", lw=0.8)
+        axis.set_xticks(np.arange(len(models)) + 0.4 - width / 2, models)
+        axis.set_title(f"{mode}, {result['device']}")
+    axes[0].set_ylabel("speed-up over the bf16 original")
+    axes[0].legend(fontsize=7)
+    _save(figure, path)
+
+
+def plot_latency(result: dict[str, Any], path: Path) -> None:
+    """Time of a training step by kind of kernel, a bar for each model and arm."""
+    bars = [(m, a, d["microseconds_by_kind"]) for m, x in result["models"].items() for a, d in x["training"].items()]
+    figure, axis = plt.subplots(figsize=(9, 0.4 * len(bars) + 1.5))
+    left = np.zeros(len(bars))
+    for kind in KINDS:
+        widths = np.array([times.get(kind, 0.0) for _, _, times in bars]) / 1e3
+        axis.barh(range(len(bars)), widths, left=left, label=kind)
+        left += widths
+    axis.set_yticks(range(len(bars)), [f"{m} {a}" for m, a, _ in bars], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"ms of one training step, {result['device']}")
+    axis.legend(fontsize=7)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

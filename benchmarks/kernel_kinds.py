@@ -1,0 +1,49 @@
+"""Where a step's time goes: kernels sorted into a few kinds by their names, for the counterpart of figure 11."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+KINDS = ("gemm", "gemm + norm", "norm and activation", "quantise", "attention", "embedding", "optimizer", "other")
+
+# The first that matches; a fused kernel carries the names of all that is in it, so what it is for comes first.
+_RULES = (
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("gemm + norm", r"gemm_block_norm|block_norm.*gemm|triton_tem.*norm"),
+    ("attention", r"flash|fmha|attention|softmax"),
+    (
+        "gemm",
+        r"gemm|nvjet|cutlass|xmma|scaled_mm|triton_tem|triton_mm|\bmm\b|::bmm|::addmm|::linear|::matmul|splitk|::mm",
+    ),
+    (
+        "embedding",
+        r"embedding|radix|sort|index_add|index_copy|index_put|scatter|gather|indexing|index_select|scan|cumsum",
+    ),
+    ("quantise", r"float8|fp8|e4m3|e5m2|quant|amax"),
+    ("norm and activation", r"norm|silu|swish|sigmoid|relu|tanh|mul_sum|welford"),
+)
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel (or, on a CPU, of an operator), by its name."""
+    name = kernel.lower()
+    return next((kind for kind, pattern in _RULES if re.search(pattern, name)), "other")
+
+
+def breakdown(call: Callable[[], object], repeats: int, device: torch.device) -> dict[str, float]:
+    """Microseconds of one call for each kind: kernel time on a GPU, own time of operators on a CPU."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as recorded:
+        for _ in range(repeats):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    times = dict.fromkeys(KINDS, 0.0)
+    for event in recorded.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        times[kind_of(event.key)] += spent / repeats
+    return times

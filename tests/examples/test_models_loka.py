@@ -1,0 +1,98 @@
+"""Each model family under backend="loka": one graph, what is rewritten and what is not, and the loss falls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.data.stream import Schema
+from examples.models.registry import MODELS, build
+from loka_compile import apply_mods, reports
+from tests.backend.helpers_backend import Interpreted
+
+SCHEMA = Schema(5, (40, 7, 100), 6)
+
+#: Per model (one layer): the chains it has, by kind, and words of a refusal that must be there.
+EXPECTED: dict[str, tuple[dict[str, int], str]] = {
+    "wukong": ({"linear-norm-swish": 4}, "output is reshaped before the norm"),
+    "interformer": ({"linear-norm-swish": 4, "linear-residual-norm": 1}, "is not a Swish of its own input"),
+    "dhen": ({"linear-norm-swish": 4, "linear-residual-norm": 1}, "input comes from"),
+    "dcnv2": ({}, "final prediction layer"),
+    "dlrm": ({}, "final prediction layer"),
+    "hstu": ({"linear-swishnorm": 4, "linear-norm": 3, "linear-swish": 1}, "does not follow a linear layer"),
+}
+
+
+def example(model: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    numerics = torch.randn(48, SCHEMA.n_numerics, generator=generator)
+    categories = torch.stack([torch.randint(n, (48,), generator=generator) for n in SCHEMA.table_sizes], dim=1)
+    history = torch.randint(-1, 40, (48, SCHEMA.history_length), generator=generator)
+    features = model.embed(categories, history if model.reads_history else None)
+    return numerics, tuple(f.detach() for f in features), (numerics[:, 0] > 0.3).float()
+
+
+def check_trains_in_one_graph(name: str) -> None:
+    one_layer = {} if name in ("dlrm", "dcnv2") else {"layers": 1}
+    model = build(name, "tiny", SCHEMA, seed=3, **one_layer)
+    numerics, features, labels = example(model)
+    dense = model.dense_arch
+    rewritten = apply_mods(dense)(numerics, *features)
+    original = dense(numerics, *features)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(dense, backend="loka", fullgraph=True, options={"table": "off"})
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.02)
+    losses = []
+    for step in range(15):
+        logits = compiled(numerics, *features)
+        if step == 0:
+            # What runs is the Mods' model, not the original.
+            torch.testing.assert_close(logits, rewritten, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(logits, original, atol=1e-3) or not EXPECTED[name][0]
+        loss = F.binary_cross_entropy_with_logits(logits, labels)
+        loss.backward()
+        assert all(p.grad is not None for p in dense.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.4 * losses[0], losses
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    report = reports()[-1]
+    chains, refusal = EXPECTED[name]
+    kinds = [kind for site, kind in report.chains.items() if "#" in site]
+    assert {kind: kinds.count(kind) for kind in kinds} == chains
+    assert any(refusal in r.reason for r in report.refusals), [r.reason for r in report.refusals]
+    roles = {(g.gemm.site, str(g.gemm.role)) for g in report.gemms}
+    linears = [n for n, m in dense.named_modules() if isinstance(m, nn.Linear)]
+    assert {(f"{n}#0", "forward") for n in linears} <= roles
+    # The pool has one query in this size: the gradient of its weight is an outer product, which is no GEMM.
+    assert {(f"{n}#0", "grad_weight") for n in linears if not n.endswith("pool.query")} <= roles
+    assert report.unmapped == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_in_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All of the backend but the generation of C++, which takes a minute for some of these models.
+    Interpreted().install(monkeypatch)
+    check_trains_in_one_graph(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_in_one_graph_with_generated_code(name: str) -> None:
+    check_trains_in_one_graph(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("history", [6, 0])
+def test_the_mods_apply_in_eager_too(name: str, history: int) -> None:
+    model = build(name, "tiny", Schema(5, (40, 7, 100), history), seed=4)
+    numerics, features, _ = example(model)
+    rewritten = apply_mods(model.dense_arch)
+    out = rewritten(numerics, *features)
+    assert out.shape == (48,)
+    out.sum().backward()
+    assert all(p.grad is not None for p in rewritten.parameters())
+    assert dict(rewritten.named_parameters()).keys() == dict(model.dense_arch.named_parameters()).keys()
