@@ -1,9 +1,13 @@
-"""What runs right now: a backward pass, or Dynamo's tracing. torch has no public question for either (2.11 to 2.14)."""
+"""What torch has no public question or word for (2.11 to 2.14): whether a backward pass or Dynamo's tracing runs right
+now, and that an operator has an effect that its schema does not show.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch._guards import CompileContext
+from torch._library.custom_ops import CustomOpDef
+from torch._library.effects import EffectType
 
 
 def in_backward() -> bool:
@@ -17,3 +21,13 @@ def trace_attempt() -> tuple[object, int] | None:
         return None
     trace = CompileContext.current_trace_id()
     return None if trace is None else (trace.compile_id, trace.attempt)
+
+
+def keep_for_its_effect(op: CustomOpDef) -> None:
+    """Let no compiler remove calls of an operator whose result nobody uses, nor change their order.
+
+    The public word for an effect is a mutated argument. But a mutated graph input that is also saved for the backward
+    pass fails there ("modified by an inplace operation") as soon as two forward passes come before it.
+    """
+    op.register_effect(EffectType.ORDERED)
+    torch.fx.node.has_side_effect(op._opoverload)

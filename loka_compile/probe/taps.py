@@ -2,18 +2,18 @@
 
 During a sampling window every tapped layer runs as a subclass of itself:
 
-    loka_probe::input(x, weight, bias, token, call)    # shows the operands, returns nothing
     y = <the layer's own forward>(x)
-    y = loka_probe::output(y, token, call)              # the identity; its backward calls
-        loka_probe::grad_output(dy, token, call)        # shows dy, returns nothing
+    loka_probe::input(x, weight, bias, token, call, dtype)  # shows the operands, returns nothing
+    y = loka_probe::output(y, token, call)                  # the identity; its backward calls
+        loka_probe::grad_output(dy, token, call)            # shows dy, returns nothing
 
 Swapping ``module.__class__`` is what Dynamo reliably guards on. (A forward hook added to a compiled module is not seen:
 ``skip_nnmodule_hook_guards`` is on by default.) So a compiled model has two graphs, with and without taps; changing
 between them picks a cached one, and a step that does not sample runs exactly the code that it ran before the probe.
 
 ``token`` is a small CPU tensor that names session and layer. Being a tensor, it is an input of the graph, not a
-constant: equal layers still share one compiled graph. Being declared as mutated (it is not), it keeps an op without
-outputs from being removed as dead, in forward and in backward graphs. Its reading needs no device synchronisation.
+constant: equal layers still share one compiled graph. Its reading needs no device synchronisation. That the ops are
+there for their effect is registered with torch, so that no compiler removes or reorders them.
 
 An op that runs Python cannot be replayed from a CUDA graph. Hence the tag ``cudagraph_unsafe``, for the graphs that
 Inductor captures, and a check that does nothing while a stream is being captured by hand.
@@ -21,6 +21,7 @@ Inductor captures, and a check that does nothing while a stream is being capture
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import itertools
 import types
@@ -31,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from loka_compile._compat.tracing import in_backward, trace_attempt
+from loka_compile._compat.tracing import in_backward, keep_for_its_effect, trace_attempt
 
 TOKEN = "_loka_probe_token"
 TRAINING_ONLY = "_loka_probe_training_only"
@@ -79,8 +80,10 @@ class CallCounter:
 class Listener(Protocol):
     """What the ops talk to. The methods run in the thread that runs forward or backward: they must be quick."""
 
-    def on_input(self, layer: int, call: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """A layer was called with ``x`` [..., in_features]."""
+    def on_input(
+        self, layer: int, call: int, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """A layer was called with ``x`` [..., in_features], and computes in ``dtype``."""
 
     def on_grad_output(self, layer: int, call: int, grad: Tensor) -> None:
         """The gradient [..., out_features] of a layer's output is known."""
@@ -99,13 +102,6 @@ def register(listener: Listener) -> int:
     return number
 
 
-_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout)
-_lib: Any = torch.library.Library("loka_probe", "DEF")
-_lib.define("input(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) token, int call) -> ()", tags=_TAGS)
-_lib.define("grad_output(Tensor grad, Tensor(a!) token, int call) -> ()", tags=_TAGS)
-_lib.define("output(Tensor y, Tensor token, int call) -> Tensor")
-
-
 def _listener(token: Tensor) -> tuple[Any, int]:
     session, layer = token.tolist()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -113,19 +109,36 @@ def _listener(token: Tensor) -> tuple[Any, int]:
     return _listeners.get(session), layer
 
 
-@torch.compiler.disable
-def _probe_input(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, call: int) -> None:
+_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout)
+
+
+@torch.library.custom_op("loka_probe::input", mutates_args=(), tags=_TAGS)
+def _probe_input(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, call: int, dtype: torch.dtype) -> None:
     listener, layer = _listener(token)
     if listener is not None and not in_backward():  # otherwise a checkpoint runs it again: these rows have been seen
-        listener.on_input(layer, call, x, weight, bias)
+        listener.on_input(layer, call, x, weight, bias, dtype)
 
 
-@torch.compiler.disable
+@torch.library.custom_op("loka_probe::grad_output", mutates_args=(), tags=_TAGS)
 def _probe_grad_output(grad: Tensor, token: Tensor, call: int) -> None:
     listener, layer = _listener(token)
     if listener is not None:
         listener.calls.went_back()
         listener.on_grad_output(layer, call, grad)
+
+
+@_probe_input.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, call: int, dtype: torch.dtype) -> None:
+    return None
+
+
+@_probe_grad_output.register_fake
+def _(grad: Tensor, token: Tensor, call: int) -> None:
+    return None
+
+
+keep_for_its_effect(_probe_input)
+keep_for_its_effect(_probe_grad_output)
 
 
 class _Output(torch.autograd.Function):
@@ -146,20 +159,10 @@ def _probe_output(y: Tensor, token: Tensor, call: int) -> Tensor:
     return _Output.apply(y, token, call)  # type: ignore[no-untyped-call]
 
 
-_lib.impl("input", _probe_input, "CompositeExplicitAutograd")
-_lib.impl("grad_output", _probe_grad_output, "CompositeExplicitAutograd")
+_lib: Any = torch.library.Library("loka_probe", "FRAGMENT")
+_lib.define("output(Tensor y, Tensor token, int call) -> Tensor")
 # Decomposed by autograd itself, so AOTAutograd sees a view in the forward graph and grad_output in the backward.
 _lib.impl("output", _probe_output, "CompositeImplicitAutograd")
-
-
-@torch.library.register_fake("loka_probe::input", lib=_lib)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, call: int) -> None:
-    return None
-
-
-@torch.library.register_fake("loka_probe::grad_output", lib=_lib)
-def _(grad: Tensor, token: Tensor, call: int) -> None:
-    return None
 
 
 def _shown(args: tuple[Any, ...], kwargs: dict[str, Any], weight: Tensor) -> Tensor | None:
@@ -183,8 +186,8 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
             return base.forward(self, *args, **kwargs)
         call, token = self._loka_probe_call(), getattr(self, TOKEN)
         bias = None if self.bias is None else self.bias.detach()
-        torch.ops.loka_probe.input(x.detach(), weight.detach(), bias, token, call)
         y = base.forward(self, *args, **kwargs)
+        torch.ops.loka_probe.input(x.detach(), weight.detach(), bias, token, call, y.dtype)
         return torch.ops.loka_probe.output(y, token, call) if y.requires_grad else y
 
     # Dynamo looks such a method up by the function's own name, and puts its result into the graph as a constant.
@@ -215,11 +218,17 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
     return _subclass(base, {"forward": forward, "_loka_probe_begin": _loka_probe_begin})
 
 
+def _bare(cls: type[nn.Module], *args: Any) -> nn.Module:
+    """``copyreg.__newobj__`` by another name: pickle insists that its class is that of the object."""
+    return cls.__new__(cls, *args)
+
+
 def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     def reduce_ex(self: Any, protocol: Any) -> Any:
         made, args, state, *rest = (*base.__reduce_ex__(self, protocol), None)[:5]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key not in (TOKEN, TRAINING_ONLY)}
+        made = _bare if made is copyreg.__newobj__ else made  # type: ignore[attr-defined]
         return (made, tuple(base if arg is type(self) else arg for arg in args), state, *rest)
 
     # A code object of its own: Dynamo counts recompilations by code object, and all roots would share this one's limit.
@@ -234,9 +243,16 @@ def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]
     return cls
 
 
-def attach(module: nn.Module, session: int, layer: int, *, training_only: bool, root: bool = False) -> None:
-    """Let ``module`` run with taps (a linear layer), or announce forward passes (``root``)."""
-    module.__dict__.setdefault(TOKEN, torch.tensor([session, layer], dtype=torch.int64))
+def attach(module: nn.Module, token: Tensor, *, training_only: bool, root: bool = False) -> None:
+    """Let ``module`` run with taps (a linear layer), or announce forward passes (``root``).
+
+    Args:
+        module: what is tapped until ``detach``.
+        token: [2] int64 on the CPU: the number of the listener, and that of the layer.
+        training_only: do not show what the module sees in ``eval()`` mode.
+        root: whether this is the model rather than a layer. A linear layer may be both.
+    """
+    module.__dict__.setdefault(TOKEN, token)
     module.__dict__[TRAINING_ONLY] = training_only
     base: Any = type(module)
     module.__class__ = (_root_class if root else _tapped_class)(base)
