@@ -19,10 +19,7 @@ _RULES = (
         "gemm",
         r"gemm|nvjet|cutlass|xmma|scaled_mm|triton_tem|triton_mm|\bmm\b|::bmm|::addmm|::linear|::matmul|splitk|::mm",
     ),
-    (
-        "embedding",
-        r"embedding|radix|sort|index_add|index_copy|index_put|scatter|gather|indexing|index_select|scan|cumsum",
-    ),
+    ("embedding", r"embedding|radix|sort|scatter|gather|scan|cumsum|index_?(ing|add|copy|put|select|func|elementwise)"),
     ("quantise", r"float8|fp8|e4m3|e5m2|quant|amax"),
     ("norm and activation", r"norm|silu|swish|sigmoid|relu|tanh|mul_sum|welford"),
 )

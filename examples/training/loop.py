@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -79,6 +80,9 @@ class Trainer:
         config = self.config
         if config.backend == "eager":
             return dense
+        if config.backend == "loka":
+            # Makes the name known where the package is not installed. Only here: nothing else needs the package.
+            importlib.import_module("loka_compile")
         how: dict[str, Any] = {"options": config.options} if config.options else {}
         if config.mode:
             how["mode"] = config.mode

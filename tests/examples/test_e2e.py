@@ -48,7 +48,8 @@ def test_smoke_run(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app,
         ["--out", str(tmp_path), "--models", "dcnv2,hstu", "--size", "tiny", "--backend", "eager",
-         "--arms", "bf16,mods", "--batch-size", "64", "--history", "3", "--steps", "2", "--rounds", "2", "--device", "cpu",
+         "--arms", "bf16,mods", "--batch-size", "64", "--history", "3", "--steps", "2", "--rounds", "2",
+         "--device", "cpu",
          "--data-options", '{"categories": 3, "max_ids": 50}'],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
