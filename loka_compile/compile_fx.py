@@ -35,8 +35,16 @@ def compile_rewritten(
         # A pass does not run when its result comes from a cache, and then there is nothing to inspect.
         merged["force_disable_caches"] = True
     compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-        gm, example_inputs, config_patches=merged, decompositions=decompositions()
+        gm, example_inputs, config_patches=merged, decompositions=_Decompositions(decompositions())
     )
     lowering.report.from_cache = "joint" not in lowering.ran
     emit(lowering.report)
     return compiled
+
+
+class _Decompositions(dict[Any, Any]):
+    """The table of decompositions, which torch 2.13 makes part of the cache's key: some of its functions do not pickle,
+    and then nothing would be cached. It is a function of our code and of torch's, both of which are in the key."""
+
+    def __reduce__(self) -> tuple[Callable[[], dict[Any, Any]], tuple[()]]:
+        return decompositions, ()

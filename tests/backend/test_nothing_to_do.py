@@ -1,0 +1,98 @@
+"""Where there is no linear layer loka is Inductor: the same call, the same cache entries, the same numbers, the time."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_backend import Watch
+from torch import nn
+from torch._dynamo.utils import counters
+
+
+class NoLinear(nn.Module):
+    """Embeddings, norms, activations, a convolution: none of it is ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(100, 32)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, index):
+        x = self.table(index)
+        for norm in self.norms:
+            x = x + F.silu(norm(self.conv(x)))
+        return torch.softmax(x.sum(1), -1)
+
+
+@pytest.mark.parametrize("options", [None, {"target": "h200"}, {"table": "off"}, {"mods": "none"}])
+def test_it_is_the_plain_call(options, monkeypatch):
+    """compile_fx gets the captured graph and nothing else: no hooks, no table of decompositions, no sampling."""
+    import torch._inductor.compile_fx as module
+
+    calls = []
+
+    def compile_fx(gm, inputs, **kwargs):
+        calls.append((gm, kwargs))
+        return gm.forward
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    watch = Watch()
+    torch.compile(NoLinear(), backend="loka", options=options)(torch.randint(0, 100, (3, 8)))
+    ((gm, kwargs),) = calls
+    assert kwargs == {"config_patches": None}
+    assert not watch.last.matches
+    assert not watch.last.gemms
+    assert not any("loka" in str(n.target) for n in gm.graph.nodes)
+
+
+def test_same_numbers_and_same_cache(compile_cache):
+    """What Inductor has compiled and cached serves loka, in forward and backward."""
+    model = NoLinear()
+    index = torch.randint(0, 100, (3, 8))
+    want = torch.compile(model, backend="inductor")(index)
+    want.sum().backward()
+    torch._dynamo.reset()
+    counters.clear()
+    got = torch.compile(model, backend="loka")(index)
+    got.sum().backward()
+    assert torch.equal(got, want)
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_our_share_of_the_compile_time(monkeypatch):
+    """Everything outside compile_fx is ours. Compared within one compile, so that a busy machine slows down both."""
+    import torch._inductor.compile_fx as module
+
+    import loka_compile.backend
+
+    inner, original = [], module.compile_fx
+
+    def compile_fx(*args, **kwargs):
+        began = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            inner.append(time.perf_counter() - began)
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    shares = []
+    for width in (7, 8, 9):  # the first one imports what is imported once
+        torch._dynamo.reset()
+        inner.clear()
+        spent = []
+
+        def backend(gm, inputs, spent=spent):
+            began = time.perf_counter()
+            compiled = loka_compile.backend.loka(gm, inputs)
+            spent.append(time.perf_counter() - began)
+            return compiled
+
+        index = torch.randint(0, 100, (width, 8))
+        with torch.compiler.config.patch(force_disable_caches=True):
+            torch.compile(NoLinear(), backend=backend)(index)
+        shares.append(1 - max(inner) / spent[0])
+    assert min(shares[1:]) < 0.05, shares
