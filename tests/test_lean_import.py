@@ -158,6 +158,6 @@ def test_installed_it_is_known_without_importing_it():
 def test_installed_and_on_the_path_do_not_clash():
     code = f"import loka_compile, torch\nassert torch._dynamo.list_backends().count('loka') == 1\n{ASK}"
     done = run(code, PYTHONPATH=str(ROOT), TORCH_LOGS="+loka_compile.passes")
-    logged = re.findall(r"^[VDIWE]\d{4} .*/loka_compile/(\S+?)\.py:\d+\]", done.stderr, re.MULTILINE)
+    logged = re.findall(r"^[VDIWE]\d{4} .*[ /]loka_compile/(\S+?)\.py:\d+\]", done.stderr, re.MULTILINE)
     assert set(logged) == {"passes/manager"}
     assert "pass hard_swish: 1 matched" in done.stderr
