@@ -152,7 +152,7 @@ def test_options_and_errors(model):
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(ApplyModsError, match="cannot trace Branches.forward"):
+    with pytest.raises(ApplyModsError, match=r"cannot trace Branches\.forward"):
         apply_mods(Branches())
 
 
