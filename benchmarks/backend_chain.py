@@ -126,8 +126,9 @@ def main() -> None:
                     row.setdefault(f"{mode} fusions", {})[name] = report.fusions
             times = interleaved(arms)
             row[mode] = {"us": times, "speed-up": times["inductor"] / times["loka"]}
-            print(f"width {width} {mode}: " + ", ".join(f"{n} {t:.1f} us" for n, t in times.items())
-                  + f", inductor/loka {row[mode]['speed-up']:.3f}, plan {row[f'{mode} plan']['loka']}", flush=True)  # fmt: skip
+            shown = ", ".join(f"{n} {t:.1f} us" for n, t in times.items())
+            speedup, plan = row[mode]["speed-up"], row[f"{mode} plan"]["loka"]
+            print(f"width {width} {mode}: {shown}, inductor/loka {speedup:.3f}, plan {plan}", flush=True)
             if mode == "forward":
                 with torch.no_grad():
                     for name, model in models.items():
