@@ -96,3 +96,17 @@ def test_the_mods_apply_in_eager_too(name: str, history: int) -> None:
     out.sum().backward()
     assert all(p.grad is not None for p in rewritten.parameters())
     assert dict(rewritten.named_parameters()).keys() == dict(model.dense_arch.named_parameters()).keys()
+
+
+def test_a_norm_in_front_of_the_mlp_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The public Wukong codes normalise what goes into the MLP, and nothing in it: BlockNorm has no place there.
+    Interpreted().install(monkeypatch)
+    model = build("wukong", "tiny", SCHEMA, mlp_norm="none", layers=1)
+    numerics, features, _ = example(model)
+    torch.compile(model.dense_arch, backend="loka", fullgraph=True, options={"table": "off"})(numerics, *features)
+    report = reports()[-1]
+    assert report.count("block_norm") == 0
+    assert report.unused("norm") == 0
+    assert set(report.chains.values()) == {"linear-swish"}
+    before = apply_mods(model.dense_arch, mods=("block_norm",))(numerics, *features)
+    torch.testing.assert_close(before, model.dense_arch(numerics, *features))
