@@ -36,8 +36,9 @@ class StatsOptions:
     momentum: float = MOMENTUM
     #: Raw rows kept of inputs and of gradients.
     reservoir_rows: int = ROWS
-    #: Rows of one batch that go into the tail sketch; it works on the CPU, at about 0.1 us a number. 0 keeps none.
-    sketch_rows: int = 64
+    #: Numbers of one batch that go into the tail sketch, in whole rows; 0 keeps none. It works on the CPU and holds
+    #: the interpreter meanwhile, about 0.1 us for a number.
+    sketch_values: int = 1 << 14
 
 
 class RowStats:
@@ -49,7 +50,7 @@ class RowStats:
         self.tracker = ActivationTracker(features, dtype=options.dtype, full_limit=options.full_limit, device=device)
         self.moments = Moments(features, device)
         self.reservoir = Reservoir(features, row_dtype, rows=options.reservoir_rows, device=device)
-        self.sketch = TailSketch(features) if options.sketch_rows and sketches_available() else None
+        self.sketch = TailSketch(features) if options.sketch_values and sketches_available() else None
         #: L2 norm of the batch's mean row over time.
         self.mean_norm = NormSeries()
 
@@ -78,7 +79,8 @@ class RowStats:
             self.moments.update(rows, valid)
             self.reservoir.update(rows, keys, valid)
             if self.sketch is not None:
-                some = torch.topk(keys, min(self.options.sketch_rows, len(rows))).indices.to(rows.device)
+                wanted = max(1, self.options.sketch_values // rows.shape[1])
+                some = torch.topk(keys, min(wanted, len(rows))).indices.to(rows.device)
                 finite = rows.index_select(0, some)[valid.index_select(0, some)]
                 self.sketch.update(finite.cpu())
             count = int(valid.sum())

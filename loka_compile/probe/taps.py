@@ -151,7 +151,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        torch.ops.loka_probe.grad_output(grads[0].detach(), ctx.token, ctx.call)
+        torch.ops.loka_probe.grad_output.default(grads[0].detach(), ctx.token, ctx.call)
         return grads[0], None, None
 
 
@@ -187,8 +187,8 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
         call, token = self._loka_probe_call(), getattr(self, TOKEN)
         bias = None if self.bias is None else self.bias.detach()
         y = base.forward(self, *args, **kwargs)
-        torch.ops.loka_probe.input(x.detach(), weight.detach(), bias, token, call, y.dtype)
-        return torch.ops.loka_probe.output(y, token, call) if y.requires_grad else y
+        torch.ops.loka_probe.input.default(x.detach(), weight.detach(), bias, token, call, y.dtype)
+        return torch.ops.loka_probe.output.default(y, token, call) if y.requires_grad else y
 
     # Dynamo looks such a method up by the function's own name, and puts its result into the graph as a constant.
     @torch.compiler.assume_constant_result

@@ -266,9 +266,10 @@ class WeightTracker:
         return self.v.dense() * power_of_two(self.exponent, torch.float64) ** 2
 
     def draw(self, generator: torch.Generator | None = None) -> Tensor:
-        """A weight ``M + L_U Z L_V^T`` [rows, columns] in fp32."""
+        """A weight ``M + L_U Z L_V^T`` [rows, columns] in fp32, within its range."""
         with plain_math(self.device):
             z = torch.randn(self.rows, self.columns, generator=generator, device=self.device)
             z = self.u.from_blocks(self.u.cholesky(z.dtype).to(z.dtype) @ self.u.in_blocks(z))
             z = self.v.from_blocks(self.v.cholesky(z.dtype).to(z.dtype) @ self.v.in_blocks(z.mT)).mT
-            return (self._scaled_mean() + z) * power_of_two(self.exponent, torch.float32)
+            largest = torch.finfo(torch.float32).max * power_of_two(-self.exponent, torch.float32)
+            return (self._scaled_mean() + z).clamp(-largest, largest) * power_of_two(self.exponent, torch.float32)

@@ -161,12 +161,12 @@ def test_bad_rows_are_counted_once_and_nowhere_used() -> None:
 
 
 def test_the_sketch_takes_a_limited_number_of_rows() -> None:
-    stats = RowStats(K, torch.float32, StatsOptions(sketch_rows=5), torch.device("cpu"))
+    stats = RowStats(K, torch.float32, StatsOptions(sketch_values=5 * K + 3), torch.device("cpu"))
     for step in range(3):
         stats.update(rows_of(step, 0, K), keys_of(step, 0), step)
     assert stats.sketch is not None
     assert sum(s.n for s in stats.sketch.sketches) == 3 * 5 * K
-    off = RowStats(K, torch.float32, StatsOptions(sketch_rows=0), torch.device("cpu"))
+    off = RowStats(K, torch.float32, StatsOptions(sketch_values=0), torch.device("cpu"))
     assert off.sketch is None
 
 

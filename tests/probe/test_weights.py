@@ -119,12 +119,13 @@ def test_a_weight_that_does_not_move_gives_itself() -> None:
 def test_any_magnitude_gives_finite_positive_definite_sides(scale: float) -> None:
     tracker = WeightTracker(4, 6)
     for w in matrix_normal(4, 6, 20):
-        tracker.update(torch.from_numpy(w / 4 * scale).float())
+        tracker.update(torch.from_numpy(w / 3 * scale).float().clamp(-3e38, 3e38))
     tracker.update(torch.zeros(4, 6))
     for side in (tracker.u, tracker.v):
         assert torch.isfinite(side.blocks).all()
         torch.linalg.cholesky(side.dense() / side.dense().diagonal().mean())
-    assert torch.isfinite(tracker.draw()).all()
+    generator = torch.Generator().manual_seed(0)
+    assert all(torch.isfinite(tracker.draw(generator)).all() for _ in range(20))
 
 
 def test_a_weight_that_grows_beyond_its_scale() -> None:

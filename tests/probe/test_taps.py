@@ -1,0 +1,259 @@
+"""The taps under torch.compile, checkpointing, autocast and distributed wrappers: seen is what happened, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import loka_compile.probe as probe
+from loka_compile.passes.sites import name_sites
+from loka_compile.probe import taps
+from loka_compile.probe.probe import Probe
+from tests.probe.training import SITES, Net, batch, check_against_hooks, net, recorded, same, small, train, values
+
+
+@pytest.mark.parametrize("options", [{}, {"taps": "always"}])
+@pytest.mark.parametrize("already_run", [False, True])
+def test_compiled_statistics_graphs_and_bits(options: dict[str, str], already_run: bool) -> None:
+    plain = net()
+    train(plain, 10, torch.compile(plain, backend="aot_eager"))
+    torch._dynamo.reset()
+
+    model, counter = net(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    if already_run:  # a forward hook added now would not be seen
+        compiled(batch(0))
+    with probe(compiled, every=3, budget=None, **options) as p:
+        train(model, 10, compiled)
+    check_against_hooks(p.stats, recorded(net(), 10, 3))
+    assert same(values(model), values(plain))
+    # With and without taps; "always" needs the second one only for what was compiled before.
+    assert counter.frame_count == (2 if already_run or not options else 1)
+
+
+def test_no_recompilation_when_a_sampling_step_comes_and_goes() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with probe(compiled, every=3, budget=None) as p, torch._dynamo.config.patch(error_on_recompile=True):
+        train(model, 14, compiled)
+    assert p.windows == 5
+    compiled(batch(0))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_200_steps_leave_bit_identical_parameters(backend: str | None) -> None:
+    def run(probed: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = net() if backend != "inductor" else small()  # its compilation takes long
+        compiled = torch.compile(model, backend=backend) if backend else model
+        with probe(compiled, every=10) if probed else contextlib.nullcontext():
+            train(model, 200, compiled)
+        return values(model)
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    plain = run(False)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    assert same(run(True), plain)
+    assert torch.equal(torch.get_rng_state(), after)  # the user's random numbers are not touched either
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_a_checkpoint_recomputes_is_not_counted_twice(reentrant: bool, backend: str | None) -> None:
+    model = net(checkpointed=reentrant)
+    run = torch.compile(model, backend=backend) if backend else model
+    with probe(model, every=3, budget=None) as p:
+        train(model, 10, run)
+    check_against_hooks(p.stats, recorded(net(), 10, 3))
+
+
+def test_sites_are_those_of_the_backend() -> None:
+    names: set[str] = set()
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        names.update(name_sites(gm).values())
+        return gm.forward
+
+    model = nn.ModuleDict({"over": nn.Sequential(net(), nn.Linear(1, 3)), "tied": nn.Linear(3, 3)})
+    model.over.add_module("again", nn.Linear(3, 3))
+    model.over.again.weight = model.tied.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["tied"](self.parts["over"](x))
+
+    whole = Model()
+    with probe(whole, budget=None) as p:
+        train(whole, 1, torch.compile(whole, backend=backend))
+    assert set(p.stats) == names
+    assert {"parts.over.again#0", "parts.over.again#1"} <= names
+
+
+def test_a_graph_break_and_a_region_compiled_on_its_own_keep_the_names() -> None:
+    class Broken(Net):
+        def middle(self, h: Tensor) -> Tensor:
+            h = torch.relu(self.shared(h))
+            torch._dynamo.graph_break()
+            return torch.relu(self.shared(h))
+
+    torch.manual_seed(0)
+    model = Broken()
+    with probe(model, every=3, budget=None) as p:
+        train(model, 10, torch.compile(model, backend="aot_eager"))
+    check_against_hooks(p.stats, recorded(net(), 10, 3))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(13, 13)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.silu(self.fc(x))
+
+    torch._dynamo.reset()
+    blocks, counter = nn.Sequential(*(Block() for _ in range(10))), CompileCounterWithBackend("aot_eager")
+    for block in blocks:
+        block.compile(backend=counter, fullgraph=True)
+    with probe(blocks, every=2, budget=None) as p:
+        train(blocks, 4)
+    assert sorted(p.stats) == sorted(f"{i}.fc#0" for i in range(10))
+    assert all(s.input.n == 40 for s in p.stats.values())
+    assert counter.frame_count <= 4  # equal blocks share their graphs, with taps too (the first takes no gradient)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_several_forward_passes_before_their_backward_passes(backend: str | None) -> None:
+    def run(probed: bool) -> tuple[list[Tensor], Probe | None]:
+        torch._dynamo.reset()
+        model = net()
+        compiled = torch.compile(model, backend=backend) if backend else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with probe(model, every=2, budget=None) if probed else contextlib.nullcontext() as p:
+            for step in range(4):
+                a, b, c = (compiled(batch(3 * step + part)) for part in range(3))
+                c.square().mean().backward()
+                (a * b).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return values(model), p
+
+    plain, _ = run(False)
+    probed, p = run(True)
+    assert same(probed, plain)
+    assert p is not None
+    assert sorted(p.stats) == SITES
+    assert all(s.input.n == s.grad_output.n == 2 * 3 * 20 for s in p.stats.values())  # type: ignore[union-attr]
+
+
+def test_changing_batch_sizes() -> None:
+    model, counter = net(), CompileCounterWithBackend("aot_eager")
+    with probe(model, every=2, budget=None) as p:
+        train(model, 12, torch.compile(model, backend=counter), rows=lambda step: [20, 20, 33, 7, 5, 1][step % 6])
+    assert p.stats["first#0"].input.n == 2 * (20 + 33 + 5)
+    assert counter.frame_count <= 6
+
+
+def test_autocast_tells_the_dtype_of_the_gemm() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return compiled(x).float()
+
+    with probe(model, every=1, budget=None) as p:
+        train(model, 3, run)
+    assert {s.dtype for s in p.stats.values()} == {"bfloat16"}
+    assert p.stats["first#0"].input.reservoir.rows.dtype == torch.float32  # what the layer was given
+    assert p.stats["first#0"].grad_output.reservoir.rows.dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_between_windows_and_afterwards_the_model_is_its_own() -> None:
+    model = net()
+    keys = list(model.state_dict())
+    x = batch(0)
+    with probe(model, every=2, budget=None):
+        assert taps.is_attached(model.first)
+        assert type(model.first) is not nn.Linear
+        assert isinstance(model.first, nn.Linear)
+        assert list(model.state_dict()) == keys
+        assert not list(model.buffers())
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for other in copies:  # an EMA or a checkpoint of the whole module, taken in a sampled window
+            assert type(other) is Net
+            assert type(other.first) is nn.Linear
+            assert not [name for m in other.modules() for name in vars(m) if "loka" in name]
+            torch.testing.assert_close(other(x), model(x))
+        assert repr(model) == repr(net())
+        train(model, 1)
+        assert all(type(m) in (nn.Linear, nn.LayerNorm, Net) for m in model.modules())
+        train(model, 1)
+        assert taps.is_attached(model.first)
+    assert all(type(m) in (nn.Linear, nn.LayerNorm, Net) for m in model.modules())
+    assert not [name for m in model.modules() for name in vars(m) if "loka" in name]
+
+
+def test_distributed_wrappers(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    want = recorded(net(), 4, 2)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for wrap in ("ddp", "compiled ddp", "fsdp2"):
+            torch._dynamo.reset()
+            model = net()
+            run: Any = model
+            if wrap == "fsdp2":
+                for layer in (model.first, model.shared, model.last, model):
+                    fully_shard(layer)
+            else:
+                run = nn.parallel.DistributedDataParallel(model)
+            if wrap == "compiled ddp":
+                run = torch.compile(run, backend="aot_eager")
+            with probe(run, every=2, budget=None) as p:
+                train(model, 4, run)
+            check_against_hooks(p.stats, want)
+            assert p.stats["first#0"].weight.mean().shape == (24, 13)  # type: ignore[union-attr]
+            check_against_hooks(p.merged(), want)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None) -> None:
+    def run(probed: bool) -> tuple[list[Tensor], Probe | None]:
+        torch._dynamo.reset()
+        model = net().cuda()
+        compiled = torch.compile(model, mode=mode) if mode else model
+        with probe(model, every=4, budget=None) if probed else contextlib.nullcontext() as p:
+            train(model, 40, lambda x: compiled(x.cuda()))
+        return values(model), p
+
+    plain, _ = run(False)
+    probed, p = run(True)
+    assert p is not None
+    assert same(probed, plain)
+    assert sorted(p.stats) == SITES
+    assert all(s.input.n == 200 and s.grad_output.n == 200 for s in p.stats.values())  # type: ignore[union-attr]
+    assert p.stats["first#0"].device.type == "cuda"
+    want = np.concatenate([batch(step).double().numpy() for step in range(0, 40, 4)])
+    got = p.stats["first#0"].input.tracker.covariance().cpu().numpy()
+    np.testing.assert_allclose(got, np.cov(want, rowvar=False), atol=1e-4)
