@@ -1,4 +1,4 @@
-"""Where there is no linear layer loka is Inductor: the same call, the same cache entries, the same numbers, the time."""
+"""Without a linear layer loka is Inductor: the same call, the same cache entries, the same numbers, the same time."""
 
 import time
 
