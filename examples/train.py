@@ -32,15 +32,15 @@ from examples.training.sources import SOURCES, open_source
 
 
 @contextlib.contextmanager
-def probing(model: torch.nn.Module, folder: Path | None) -> Iterator[None]:
-    """Learn the distributions that the model's linears see while it trains, if ``folder`` says where to keep them."""
+def probing(model: torch.nn.Module, folder: Path | None, every: int) -> Iterator[None]:
+    """Learn what the model's linears see, every so many steps, if ``folder`` says where to keep it."""
     if folder is None:
         yield
         return
     # Only here: the example models and their trainer work without the package.
-    import loka_compile
+    import loka_compile.probe
 
-    with loka_compile.probe(model, dir=folder):
+    with loka_compile.probe(model, every=every, dir=folder):
         yield
 
 
@@ -84,6 +84,7 @@ def main(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
     probe: Annotated[Path | None, typer.Option(help="Learn activation distributions into this folder.")] = None,
+    probe_every: Annotated[int, typer.Option(min=1, help="Steps between two samples of the probe.")] = 100,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeat bit by bit on a GPU.")] = False,
     device: Annotated[str, typer.Option(help='Default: "cuda" if there is one.')] = "",
 ) -> None:
@@ -111,7 +112,7 @@ def main(
         folder.write_config(
             {"model": model, "size": size, "data": data, "batch_size": batch_size, **dataclasses.asdict(config)}
         )
-        with probing(net.dense_arch, probe):
+        with probing(net.dense_arch, probe, probe_every):
             _train(trainer, folder, steps, checkpoint_every)
     except (CheckpointError, CriteoFormatError, DivergedError) as error:
         rich.print(f"[red]{error}")

@@ -24,6 +24,7 @@ from examples.training.folder import RunFolder
 from examples.training.loop import DivergedError, Trainer
 from examples.training.optimizers import RowwiseAdagrad, sum_by_row
 from examples.training.sources import open_source
+from loka_compile.probe import load_stats
 
 STREAM = SyntheticConfig(batch_size=64, categories=4, max_ids=60, day=4096, history_length=3)
 
@@ -335,6 +336,19 @@ def test_command_line_reads_criteo_files(run: Any, tmp_path: Path) -> None:
     result = run("--out", tmp_path / "other", "--data", "criteo", "--files", tmp_path / "day_0", "--backend", "eager")
     assert result.exit_code == 1
     assert "not in Criteo's format" in " ".join(result.output.split())
+
+
+def test_probe_learns_and_leaves_the_training_as_it_is(run: Any, tmp_path: Path) -> None:
+    common = ["--model", "dcnv2", "--backend", "eager", "--steps", 12, *SMALL_DATA]
+    assert run("--out", tmp_path / "plain", *common).exit_code == 0
+    result = run("--out", tmp_path / "probed", "--probe", tmp_path / "stats", "--probe-every", 3, *common)
+    assert result.exit_code == 0, result.output
+    a, b = (load_checkpoint(tmp_path / x / "checkpoint-12.pt")["model"] for x in ("plain", "probed"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    stats = load_stats(tmp_path / "stats")
+    dense = build("dcnv2", "tiny", open_source("synthetic", 4).schema).dense_arch
+    linears = {f"{name}#0" for name, module in dense.named_modules() if isinstance(module, nn.Linear)}
+    assert set(stats) == linears
 
 
 @pytest.mark.parametrize(
