@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from loka_compile._compat.recompile import SavedCapture
 from loka_compile.compile_fx import compile_rewritten
@@ -56,7 +57,8 @@ class PlanAfterSampling:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; switches to the planned version once enough calls were sampled."""
-        if self._capture is not None:
+        # DDP's optimizer runs every bucket's graph on fake tensors while it compiles: these are no calls to sample.
+        if self._capture is not None and not any(isinstance(arg, FakeTensor) for arg in args):
             with self._lock:
                 if self._capture is not None:
                     if self._sampler.step >= self._planning.config.auto_calls:

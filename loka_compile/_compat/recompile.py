@@ -1,7 +1,8 @@
 """Compiling a captured graph a second time, after Dynamo has finished with it.
 
 Private: ``TracingContext`` and ``tracing`` (torch 2.11 to 2.14). Dynamo 2.11 clears ``tensor_to_context`` when a
-compile ends (``torch/_dynamo/convert_frame.py``); without it every size of every input would become symbolic the second time.
+compile ends (``torch/_dynamo/convert_frame.py``); without it every size of every input would become symbolic the second
+time.
 Copying a GraphModule drops the ``_dynamo_source`` of its inputs, by which AOTAutograd knows parameters from data.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 
@@ -37,7 +39,13 @@ class SavedCapture:
         """``compiler(gm, example_inputs)`` as Dynamo would have called it. Only once: it takes the graph over."""
         if self._context is None:
             return compiler(self.gm, self.inputs)
-        for tensor, context in self._tensor_contexts:
-            self._context.tensor_to_context[tensor] = context
-        with tracing(self._context):
+        # A context of its own: backwards of the first version, which may still be compiled, read theirs. And the
+        # first one's count of DDP buckets is used up; a bucket's graph stands alone by now.
+        context = copy.copy(self._context)
+        context.fw_metadata = context.output_strides = None
+        context.tensor_to_context = WeakTensorKeyDictionary()
+        for tensor, symbolic in self._tensor_contexts:
+            context.tensor_to_context[tensor] = symbolic
+        context.ddp_optimizer_ctx = None
+        with tracing(context):
             return compiler(self.gm, self.inputs)
