@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from examples.data import Dataset
 from examples.metrics import RelativeLogLoss, relative_log_loss
@@ -34,11 +35,11 @@ ROLES = {
 def plot_losses(
     path: Path,
     losses: Mapping[str, np.ndarray],
-    *,
     batch: int,
     warm_up: int,
     relative: RelativeLogLoss,
     data: Dataset,
+    planned: int = 0,
 ) -> Path:
     """Log loss of both arms over the stream, and the second arm's relative difference with two standard errors.
 
@@ -49,6 +50,7 @@ def plot_losses(
         warm_up: examples that are not scored.
         relative: the difference over everything scored, for the title.
         data: for the months along the axis.
+        planned: examples after which the plan took effect; 0 draws no mark.
     """
     (base_name, base), (arm_name, arm) = losses.items()
     steps = len(base) // batch
@@ -63,7 +65,9 @@ def plot_losses(
         top.plot(centres, means, style, color=colour, label=name, linewidth=1.8)
     top.set_ylabel("log loss (nats)")
     top.set_title(f"Late flights, predicted before trained on: {arm_name} against {base_name}", loc="left")
-    top.legend(frameon=False, loc="upper right")
+    low, high = top.get_ylim()
+    top.set_ylim(low, high + 0.15 * (high - low))  # room for the legend above the curves
+    top.legend(frameon=False, loc="upper right", ncols=2)
 
     windows = [relative_log_loss(arm[s : s + width], base[s : s + width]) for s in starts]
     percent = np.array([w.percent for w in windows])
@@ -73,16 +77,37 @@ def plot_losses(
     bottom.plot(centres, percent, color=BLUE, linewidth=1.5)
     bottom.set_ylabel("relative log loss (%)")
     bottom.set_xlabel("flights seen (thousands)")
-    bottom.set_title(f"after the warm-up {relative}; band: 2 standard errors", loc="left", fontsize=10)
+    bottom.set_title(
+        f"{arm_name} over {base_name}, after the warm-up {relative} (standard error)", loc="left", fontsize=10
+    )
     scored = centres >= warm_up / 1000
     # Early differences are large and mean nothing; the axis belongs to what is scored.
-    extent = 1.3 * np.abs(np.concatenate([percent + band, percent - band])[np.tile(scored, 2)]).max()
+    extent = max(1.3 * np.abs(np.concatenate([percent + band, percent - band])[np.tile(scored, 2)]).max(), 0.01)
     bottom.set_ylim(-extent, extent)
     for axes in (top, bottom):
         axes.axvspan(0, warm_up / 1000, color=GREY, alpha=0.12, linewidth=0)
         axes.set_xlim(0, steps * batch / 1000)
         _plain(axes)
-    top.text(warm_up / 2000, 0.97, "warm-up,\nnot scored", transform=top.get_xaxis_transform(), ha="center", va="top")
+    top.text(
+        warm_up / 2000,
+        0.97,
+        "warm-up, not scored",
+        transform=top.get_xaxis_transform(),
+        ha="center",
+        va="top",
+        fontsize=9,
+    )
+    if planned:
+        for axes in (top, bottom):
+            axes.axvline(planned / 1000, color=BLUE, linestyle=":", linewidth=1.2)
+        top.text(
+            planned / 1000,
+            0.03,
+            f" {arm_name}'s plan from here on",
+            transform=top.get_xaxis_transform(),
+            color=BLUE,
+            fontsize=9,
+        )
     _months(top, data)
     figure.savefig(path)
     return path
@@ -106,9 +131,10 @@ def plot_plan(path: Path, outcome: Outcome, target: str) -> Path:
         _panel(axes, gemms, outcome)
         chosen = sum(g["fp8"] for g in gemms)
         axes.set_title(f"{title}\n{chosen} of {len(gemms)} GEMMs in FP8", loc="left", fontsize=10)
-        axes.set_xlabel("error against fp32 (MERE)")
+        axes.set_xlabel("error of the GEMM's output (MERE)")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         _plain(axes)
-    panels[0].set_ylabel(f"speed-up on {target} over high precision,\nquantisation included")
+    panels[0].set_ylabel(f"speed-up on {target}")
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path)
     return path
@@ -127,6 +153,7 @@ def _panel(axes: Axes, gemms: list[dict[str, Any]], outcome: Outcome) -> None:
                 axes.scatter(x, y, s=16, facecolor="none", edgecolor=colour, linewidth=0.8, alpha=0.7, zorder=2)
     axes.axvline(outcome.max_mere, color=GREY, linestyle=":", linewidth=1)
     axes.axhline(outcome.min_speedup, color=GREY, linestyle=":", linewidth=1)
+    axes.set_xlim(0, 1.05 * outcome.max_mere)
 
 
 def _finite(value: Any) -> bool:

@@ -171,10 +171,13 @@ class Wukong(nn.Module):
         self.layers = nn.ModuleList(WukongLayer(config, n) for n in tokens)
         self.head = MLP(out * config.dim, config.head, 1, config.mlp_norm)
 
+    def embed(self, categories: Tensor) -> Tensor:
+        """Tokens of the categories: [B, C] -> [B, C, d]."""
+        return self.embedding(categories + self.offsets)
+
     def forward(self, numerics: Tensor, categories: Tensor) -> Tensor:
-        embedded = self.embedding(categories + self.offsets)
         dense = self.numeric(numerics).unflatten(1, (-1, self.config.dim))
-        x = torch.cat([embedded, dense], dim=1)
+        x = torch.cat([self.embed(categories), dense], dim=1)
         for layer in self.layers:
             x = layer(x)
         return self.head(x.flatten(1)).squeeze(1)
