@@ -4,6 +4,8 @@ now, and that an operator has an effect that its schema does not show.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch._guards import CompileContext
 from torch._library.custom_ops import CustomOpDef
@@ -31,3 +33,15 @@ def keep_for_its_effect(op: CustomOpDef) -> None:
     """
     op.register_effect(EffectType.ORDERED)
     torch.fx.node.has_side_effect(op._opoverload)
+
+
+def outside_cuda_graphs(*ops: CustomOpDef) -> AbstractContextManager[None]:
+    """While this lasts, Inductor compiles calls of these operators to stand between CUDA graphs, not in them.
+
+    The tag ``cudagraph_unsafe`` would say so, but Inductor looks for it on the node's own target, and that of an
+    operator with an effect is ``with_effects``.
+    """
+    import torch._inductor.config as config
+
+    names = [*config.custom_should_partition_ops, *(op._qualname for op in ops)]
+    return config.patch(custom_should_partition_ops=names)  # type: ignore[no-any-return]

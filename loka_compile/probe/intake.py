@@ -54,6 +54,7 @@ class Intake:
         self._step = 0
         self._chosen: dict[str, set[object]] = {}
         self._seen: Counter[tuple[str, str]] = Counter()
+        self._keys: dict[tuple[str, int, int], Tensor] = {}
         self._staged = 0
         self._lock = threading.Lock()
         self._warned = False
@@ -67,6 +68,7 @@ class Intake:
             return False
         self._step = step
         self._seen.clear()
+        self._keys.clear()
         self.calls.begin()
         self.sampling = True
         return True
@@ -144,8 +146,10 @@ class Intake:
         if not count or not self._admit(count * size):
             return
         # The same rows of a call's input and of its gradient, and those that the reservoir prefers.
-        generator = seeded(self.seed, rank(), site, self._step, index)
-        keys = torch.rand(batch, generator=generator, dtype=torch.float64)
+        keys = self._keys.pop((site, index, batch), None)
+        if keys is None:
+            generator = seeded(self.seed, rank(), site, self._step, index)
+            keys = self._keys[site, index, batch] = torch.rand(batch, generator=generator, dtype=torch.float64)
         if count < batch:
             keys, chosen = torch.topk(keys, count)
             if rows.is_cuda:

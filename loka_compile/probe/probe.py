@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,8 @@ class Probe:
         save_every: windows from one saving to ``dir`` to the next; the end is saved on exit as well.
         dir: where statistics are kept, a pair of files per rank. What is there already goes on being learnt.
         rows: rows of one call that are taken, drawn uniformly; wide rows are fewer (32 MiB a call).
-        budget: part of the training time that statistics may take; None is no limit. Where it does not suffice,
-            layers are sampled less often, in turns.
+        budget: part of the training time that statistics may take beside it; None is no limit. Where it does not
+            suffice, layers are sampled less often, in turns. What the taps themselves cost comes on top.
         grace: seconds of statistics that are free before the budget counts.
         precision: "fp32", or "fp64" for covariances to 1e-10.
         full_limit: widest layer whose covariance is kept in full.
@@ -71,7 +72,7 @@ class Probe:
         save_every: int = 10_000,
         dir: str | Path | None = None,
         rows: int = 1024,
-        budget: float | None = 0.01,
+        budget: float | None = 0.005,
         grace: float = 2.0,
         precision: str = "fp32",
         full_limit: int = StatsOptions.full_limit,
@@ -105,6 +106,8 @@ class Probe:
         self._blind = 0
         self._last_tick = 0.0
         self._hook: Any = None
+        #: How Inductor compiles while layers are tapped.
+        self._compiling = ExitStack()
 
     def __enter__(self) -> Probe:
         """Find the layers, take up what was saved, and open the first window."""
@@ -290,6 +293,7 @@ class Probe:
         self._root_token = torch.tensor([session, -1])
 
     def _attach(self) -> None:
+        self._compiling.enter_context(tapping.between_cuda_graphs())
         training_only = self.root.training
         for module, token in self._layers:
             if not isinstance(module._parameters.get("weight"), nn.parameter.UninitializedParameter):
@@ -297,6 +301,7 @@ class Probe:
         tapping.attach(self.root, self._root_token, training_only=training_only, root=True)
 
     def _detach(self) -> None:
+        self._compiling.close()
         for module, _ in self._layers:
             tapping.detach(module)
         tapping.detach(self.root)

@@ -15,8 +15,8 @@ between them picks a cached one, and a step that does not sample runs exactly th
 constant: equal layers still share one compiled graph. Its reading needs no device synchronisation. That the ops are
 there for their effect is registered with torch, so that no compiler removes or reorders them.
 
-An op that runs Python cannot be replayed from a CUDA graph. Hence the tag ``cudagraph_unsafe``, for the graphs that
-Inductor captures, and a check that does nothing while a stream is being captured by hand.
+An op that runs Python cannot be replayed from a CUDA graph. So Inductor is told to let it stand between the graphs
+that it captures (``between_cuda_graphs``), and an op does nothing while a stream is being captured by hand.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ import itertools
 import types
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
-from loka_compile._compat.tracing import in_backward, keep_for_its_effect, trace_attempt
+from loka_compile._compat.tracing import in_backward, keep_for_its_effect, outside_cuda_graphs, trace_attempt
 
 TOKEN = "_loka_probe_token"
 TRAINING_ONLY = "_loka_probe_training_only"
@@ -139,6 +140,11 @@ def _(grad: Tensor, token: Tensor, call: int) -> None:
 
 keep_for_its_effect(_probe_input)
 keep_for_its_effect(_probe_grad_output)
+
+
+def between_cuda_graphs() -> AbstractContextManager[None]:
+    """While this lasts, taps are compiled to stand outside of CUDA graphs."""
+    return outside_cuda_graphs(_probe_input, _probe_grad_output)
 
 
 class _Output(torch.autograd.Function):

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.scheduler import Scheduler
 
 import loka_compile.probe as probe
 from loka_compile.passes.sites import name_sites
@@ -52,7 +54,7 @@ def test_no_recompilation_when_a_sampling_step_comes_and_goes() -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_200_steps_leave_bit_identical_parameters(backend: str | None) -> None:
+def test_200_steps_leave_bit_identical_parameters(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(probed: bool) -> list[Tensor]:
         torch._dynamo.reset()
         model = net() if backend != "inductor" else small()  # its compilation takes long
@@ -61,6 +63,16 @@ def test_200_steps_leave_bit_identical_parameters(backend: str | None) -> None:
             train(model, 200, compiled)
         return values(model)
 
+    places: list[str | None] = []
+    asked = Scheduler.should_partition
+
+    def record(self: Any, node: Any, *args: Any) -> str | None:
+        reason = asked(self, node, *args)
+        if str(getattr(node.node, "op_overload", "")).startswith("loka_probe"):
+            places.append(reason)
+        return reason
+
+    monkeypatch.setattr(Scheduler, "should_partition", record)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     plain = run(False)
@@ -68,6 +80,10 @@ def test_200_steps_leave_bit_identical_parameters(backend: str | None) -> None:
     torch.set_rng_state(state)
     assert same(run(True), plain)
     assert torch.equal(torch.get_rng_state(), after)  # the user's random numbers are not touched either
+    if backend == "inductor":  # no tap would be part of a CUDA graph; without this, a replay would not run it
+        assert len(places) >= 4
+        assert all(str(reason).startswith("custom partition op: loka_probe::") for reason in places)
+        assert not inductor_config.custom_should_partition_ops
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
