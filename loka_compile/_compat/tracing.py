@@ -44,4 +44,4 @@ def outside_cuda_graphs(*ops: CustomOpDef) -> AbstractContextManager[None]:
     import torch._inductor.config as config
 
     names = [*config.custom_should_partition_ops, *(op._qualname for op in ops)]
-    return config.patch(custom_should_partition_ops=names)  # type: ignore[no-any-return]
+    return config.patch(custom_should_partition_ops=names)
