@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,6 +91,9 @@ def main(
 ) -> None:
     """Predict-then-train over a stream, with metrics per window and checkpoints."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if deterministic:
+        # cuBLAS repeats its sums only with a fixed workspace, chosen before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         config = TrainConfig(
             precision=precision, tf32=tf32, backend=backend, options=_json(options, "--options"), mode=mode, lr=lr,

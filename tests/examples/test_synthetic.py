@@ -182,3 +182,20 @@ def test_solve_bias() -> None:
 def test_mistakes_are_named(changes: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SyntheticConfig(**changes)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_repeat_and_keep_the_rate() -> None:
+    config = dataclasses.replace(SMALL, batch_size=8192, day=8192, history_length=4)
+    first, second = SyntheticStream(config, "cuda"), SyntheticStream(config, "cuda")
+    for step in (7, 0, 3):
+        assert equal(first.batch(step), second.batch(step))
+        assert all(t is None or t.is_cuda for t in first.batch(step))
+    p = torch.cat([first.batch(step).probability for step in range(0, 50, 5)])
+    assert abs(p.mean().item() - config.ctr) < 0.05 * config.ctr
+    # Nothing waits for the device.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first.batch(60)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

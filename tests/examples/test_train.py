@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from benchmarks.e2e import capture
 from examples.data.synthetic import SyntheticConfig, SyntheticStream
 from examples.models.registry import build
 from examples.train import app
@@ -173,6 +174,46 @@ def test_resume_is_exact(tmp_path: Path, model: str, changes: dict[str, Any]) ->
     assert found == json.loads(json.dumps(expected))
     ours, theirs = resumed.model.state_dict(), straight.model.state_dict()
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_resume_is_exact_on_a_gpu(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def make() -> Trainer:
+        stream = SyntheticStream(STREAM, "cuda")
+        config = TrainConfig(backend=backend, window=4, deterministic=True)
+        return Trainer(build("wukong", "tiny", stream.schema, device="cuda"), stream, config, device="cuda")
+
+    straight, stopped, resumed = make(), make(), make()
+    windows(straight, 13)
+    windows(stopped, 7)
+    folder = RunFolder(tmp_path)
+    folder.save(stopped)
+    assert folder.resume(resumed) == 7
+    windows(resumed, 13)
+    ours, theirs = resumed.model.state_dict(), straight.model.state_dict()
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+@pytest.mark.gpu
+def test_a_training_step_fits_into_one_cuda_graph() -> None:
+    stream = SyntheticStream(STREAM, "cuda")
+    config = TrainConfig(backend="eager", precision="fp32", warmup=0)
+    pair = [
+        Trainer(build("dlrm", "tiny", stream.schema, device="cuda"), stream, config, device="cuda", capturable=True)
+        for _ in range(2)
+    ]
+    batches = [stream.batch(i) for i in range(4)]
+    for batch in batches[:1] * 3 + batches:
+        pair[0].step(batch)
+    replay = capture(pair[1].step, batches)  # steps three times on the first batch before it captures
+    assert replay is not None
+    for i in range(4):
+        replay(i)
+    for a, b in zip(pair[0].model.parameters(), pair[1].model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_resume_refuses_another_run(tmp_path: Path) -> None:
