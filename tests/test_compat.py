@@ -219,8 +219,13 @@ def test_a_captured_graph_can_be_compiled_again():
     saved, sources, of_a_plain_copy = kept
     assert of_a_plain_copy == [], "copies keep their sources now: SavedCapture need not restore them"
     assert [node._dynamo_source for node in placeholders(saved.gm)] == sources
-    seen = saved.compile(lambda gm, inputs: (gm, inputs, TracingContext.try_get()))
-    assert seen == (saved.gm, saved.inputs, saved._context)
+    gm, inputs, context = saved.compile(lambda gm, inputs: (gm, inputs, TracingContext.try_get()))
+    assert gm is saved.gm
+    assert inputs is saved.inputs
+    assert context.fake_mode is saved._context.fake_mode
+    assert all(context.tensor_to_context[tensor] is meant for tensor, meant in saved._tensor_contexts)
+    for name in ("fw_metadata", "output_strides", "ddp_optimizer_ctx"):
+        assert hasattr(context, name), name
 
 
 def test_checkpointed_bodies_are_submodules_called_by_one_operator():
