@@ -156,7 +156,8 @@ def run(
     data = data.head(steps * batch).to(device)
     if backend == "loka":
         # Without a GPU the plan is made for one that is not here: its costs, and emulated FP8.
-        options = {"table": "auto", **({} if device.startswith("cuda") else {"target": "h200"}), **(options or {})}
+        here = {} if device.startswith("cuda") else {"target": "h200"}
+        options = {"table": "auto", "auto_calls": 10, **here, **(options or {})}
     config = WukongConfig.named(size, table_sizes=data.table_sizes, numerics=data.numerics.shape[1])
     arms = [Arm(BASE, "eager"), *([Arm(MODS, backend, {"table": "off"})] * mods_arm), Arm(backend, backend, options)]
     torch.manual_seed(seed)
@@ -229,7 +230,7 @@ def _finite(value: Any) -> Any:
 
 
 def main(
-    examples: Annotated[int | None, typer.Option(help="Flights to stream; all of them by default.")] = None,
+    examples: Annotated[int, typer.Option(help="Flights to stream, from January on; 0 is all 327,346.")] = 163_840,
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 4096,
     size: Annotated[str, typer.Option(help="Wukong's size: tiny, demo, h200 or paper.")] = "demo",
     backend: Annotated[str, typer.Option(help="torch.compile backend of the second arm.")] = "loka",
@@ -249,7 +250,7 @@ def main(
         if not cached_table:
             os.environ["LOKA_CACHE_DIR"] = fresh
         run(
-            examples=examples, batch=batch, size=size, backend=backend, device=device,
+            examples=examples or None, batch=batch, size=size, backend=backend, device=device,
             options=chosen or None, mods_arm=mods_arm, seed=seed, out=out,
         )  # fmt: skip
 
