@@ -31,7 +31,8 @@ def test_samples_then_plans_once(codegen, request):
     """Three calls bit-equal to table="off", then FP8 as by that plan written down, and nothing is compiled again."""
     if not codegen:
         request.getfixturevalue("no_codegen")
-    model = Plain((48, 160, 80))
+    model = Plain((48, 80) if codegen else (48, 160, 80))
+    layers = len(model.layers)
     twin = copy.deepcopy(model)
     watch = Watch()
     run = torch.compile(model, backend="loka", options={**AUTO, "mods": "none"})
@@ -47,7 +48,7 @@ def test_samples_then_plans_once(codegen, request):
     planned = watch.last
     assert planned.plan is not None
     assert planned.notes[-1] == "planned after sampling 3 calls"
-    assert len(fp8_sites(planned)) == 6, str(planned)
+    assert len(fp8_sites(planned)) == 3 * layers, str(planned)
     assert sum(r.plan is not None for r in watch.reports) == 1
 
     plan = torch.compile(
@@ -208,8 +209,8 @@ def test_dynamic_batch(no_codegen):
         got = train_step(run, tower, x)
         close(got[0], mods_of(reference)(x), 0.1, f"{rows} rows")
     assert graphs() <= 3  # 32 rows, any number, one row
-    assert sum(r.plan is not None for r in watch.reports) >= 1
-    assert len(fp8_sites(next(r for r in watch.reports if r.plan is not None))) >= 3
+    planned = [r for r in watch.reports if r.plan is not None]
+    assert ("linears.0#0", "forward") in fp8_sites(planned[0])
 
 
 # ------------------------------------------------------------------ the cached table
@@ -227,26 +228,26 @@ def run_until_planned(model, x, **options):
 def test_cached_table_is_used_by_the_next_compile(no_codegen):
     """Same model: no sampling. Another option that matters, or other sizes: sampling anew."""
     x = torch.randn(32, 48)
-    first, calls = run_until_planned(Plain((48, 160, 80)), x)
+    first, calls = run_until_planned(Plain((48, 80)), x)
     assert calls == 4
     torch._dynamo.reset()
-    second, calls = run_until_planned(Plain((48, 160, 80)), x)
+    second, calls = run_until_planned(Plain((48, 80)), x)
     assert calls == 1
     assert second.last.plan.digest() == first.last.plan.digest()
     # The same table, stricter thresholds: no new sampling, another plan.
     torch._dynamo.reset()
-    strict, calls = run_until_planned(Plain((48, 160, 80)), x, min_speedup=1e6)
+    strict, calls = run_until_planned(Plain((48, 80)), x, min_speedup=1e6)
     assert calls == 1
     assert not fp8_sites(strict.last)
     torch._dynamo.reset()
-    assert run_until_planned(Plain((48, 160, 96)), x)[1] == 4
+    assert run_until_planned(Plain((48, 96)), x)[1] == 4
     torch._dynamo.reset()
-    assert run_until_planned(Plain((48, 160, 80)), x.bfloat16().float(), block_size=128)[1] == 4
+    assert run_until_planned(Plain((48, 80)), x.bfloat16().float(), block_size=128)[1] == 4
 
 
 def test_inference_after_training_and_the_other_way_round(no_codegen):
     """A training table covers inference; a table from inference lacks the gradients, so that training samples."""
-    model, x = Plain((48, 160, 80)), torch.randn(32, 48)
+    model, x = Plain((48, 80)), torch.randn(32, 48)
     run_until_planned(model, x)
     torch._dynamo.reset()
     watch = Watch()
@@ -255,7 +256,7 @@ def test_inference_after_training_and_the_other_way_round(no_codegen):
     assert watch.last.plan is not None
     assert {role for _, role in fp8_sites(watch.last)} == {"forward"}
 
-    other = Plain((48, 160, 112))
+    other = Plain((48, 112))
     watch = Watch()
     run = torch.compile(other, backend="loka", options=AUTO)
     with torch.no_grad():
@@ -265,12 +266,12 @@ def test_inference_after_training_and_the_other_way_round(no_codegen):
     torch._dynamo.reset()
     watch, calls = run_until_planned(other, x)
     assert calls == 4
-    assert {role for _, role in fp8_sites(watch.last)} == {"forward", "grad_input", "grad_weight"}
+    assert {role for _, role in fp8_sites(watch.last)} == {"forward", "grad_weight"}
 
 
 def test_cached_table_is_used_by_another_process(tmp_path, no_codegen):
     x = torch.randn(32, 48)
-    watch, _ = run_until_planned(Plain((48, 160, 80)), x)
+    watch, _ = run_until_planned(Plain((48, 80)), x)
     code = """
         import pytest, torch
         from helpers_backend import Interpreted, Watch
@@ -278,19 +279,21 @@ def test_cached_table_is_used_by_another_process(tmp_path, no_codegen):
         Interpreted().install(pytest.MonkeyPatch())
         watch = Watch()
         options = {"target": "h200", "max_mere": 1e3, "min_speedup": 1e-3, "auto_calls": 3}
-        torch.compile(Plain((48, 160, 80)), backend="loka", options=options)(torch.randn(32, 48)).sum().backward()
+        torch.compile(Plain((48, 80)), backend="loka", options=options)(torch.randn(32, 48)).sum().backward()
         print(watch.last.plan.digest())
     """
-    assert python(code).stdout.split()[-1] == watch.last.plan.digest()
+    done = python(code)
+    assert done.stdout.split() == [watch.last.plan.digest()]
+    assert done.stderr == "", "nothing is logged that was not asked for"
 
 
 def test_corrupt_cache_is_put_aside(no_codegen, tmp_path):
     x = torch.randn(32, 48)
-    run_until_planned(Plain((48, 160, 80)), x)
+    run_until_planned(Plain((48, 80)), x)
     (file,) = (tmp_path / "loka_cache").glob("*.json")
     file.write_text(file.read_text()[:200])
     torch._dynamo.reset()
-    assert run_until_planned(Plain((48, 160, 80)), x)[1] == 4
+    assert run_until_planned(Plain((48, 80)), x)[1] == 4
     assert list((tmp_path / "loka_cache").glob("*.corrupt"))
 
 
@@ -379,19 +382,19 @@ def test_cpu_without_target_says_so_and_does_not_sample(no_codegen):
 def test_given_table_and_default_thresholds(no_codegen, tmp_path):
     """A table object and its file give the same plan; at the default thresholds small GEMMs stay as they are."""
     x = torch.randn(32, 48)
-    watch, _ = run_until_planned(Plain((48, 160, 80)), x)
+    watch, _ = run_until_planned(Plain((48, 80)), x)
     table = watch.last.table
     table.save(tmp_path / "t.json")
     digests = set()
     for given in (table, str(tmp_path / "t.json"), tmp_path / "t.json"):
         torch._dynamo.reset()
         watch = Watch()
-        torch.compile(Plain((48, 160, 80)), backend="loka", options={**ANY, "table": given})(x).sum().backward()
+        torch.compile(Plain((48, 80)), backend="loka", options={**ANY, "table": given})(x).sum().backward()
         digests.add(watch.last.plan.digest())
     assert len(digests) == 1
     torch._dynamo.reset()
     watch = Watch()
-    torch.compile(Plain((48, 160, 80)), backend="loka", options={"table": table, "target": "h200"})(x)
+    torch.compile(Plain((48, 80)), backend="loka", options={"table": table, "target": "h200"})(x)
     assert not fp8_sites(watch.last)
     assert all("speed-up" in d.reason or "<" in d.reason or ">" in d.reason for d in watch.last.decisions)
 

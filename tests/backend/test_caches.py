@@ -5,8 +5,10 @@ import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers_backend import Watch, plan_for, python
 from models_backend import Plain, Tower
+from torch import nn
 from torch._dynamo.utils import counters
 
 import loka_compile
@@ -14,6 +16,17 @@ from loka_compile.config import LokaConfig
 from loka_compile.lowering import hooks
 from loka_compile.report import Report
 from loka_compile.table import Header, Table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("compile_cache")
+
+
+@pytest.fixture
+def compile_cache(compile_cache, folder, monkeypatch):
+    """One folder for all tests here, which compile different models: headers are compiled once."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def compile_anew(model, x, **options):
@@ -27,6 +40,15 @@ def compile_anew(model, x, **options):
     assert not autograd["autograd_cache_bypass"]
     hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
     return y.detach(), (hits, inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"])
+
+
+class EmbeddingAndNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(100, 32), nn.LayerNorm(32)
+
+    def forward(self, index):
+        return F.silu(self.norm(self.table(index)))
 
 
 HIT, MISS = (3, 0), (0, 3)  # forward and backward graph, and AOTAutograd's entry for both
@@ -79,7 +101,7 @@ def load(path, comment):
 
 def test_the_source_of_a_users_pass_is_in_the_key(compile_cache, tmp_path):
     """It is read when compiling: editing the file is enough, whatever the pass does to this graph."""
-    model, x = Tower((16, 256)), torch.randn(40, 16)
+    model, x = Tower((17, 256)), torch.randn(40, 17)
     found = []
     for comment in ("one", "one", "two", "one"):
         loka_compile.register_pass(load(tmp_path / "users_module.py", comment), name="users_pass")
@@ -91,20 +113,31 @@ def test_the_source_of_a_users_pass_is_in_the_key(compile_cache, tmp_path):
 
 
 def test_a_second_process_gets_hits(compile_cache):
+    """Nothing in the key depends on the process; the code that is served computes the same."""
     code = """
-        import torch
+        import os
+        import torch, torch._inductor.compile_fx
         from helpers_backend import Watch, plan_for
         from models_backend import Tower
         from torch._dynamo.utils import counters
-        torch.manual_seed(0)
-        watch = Watch()
-        options = {"plan": plan_for({"linears.0#0 forward": "emulated:rowwise"})}
-        y = torch.compile(Tower((16, 256)), backend="loka", options=options)(torch.randn(40, 16))
-        y.sum().backward()
-        print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],
-              counters["aot_autograd"]["autograd_cache_hit"], watch.last.from_cache, float(y.double().sum()))
+
+        def compile():
+            torch.manual_seed(0)
+            watch = Watch()
+            options = {"plan": plan_for({"linears.0#0 forward": "emulated:rowwise"})}
+            y = torch.compile(Tower((18, 256)), backend="loka", options=options)(torch.randn(40, 18))
+            y.sum().backward()
+            print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],
+                  counters["aot_autograd"]["autograd_cache_hit"], watch.last.from_cache, float(y.double().sum()),
+                  flush=True)
+
+        for _ in range(2):
+            if os.fork() == 0:
+                compile()
+                os._exit(0)
+            assert os.wait()[1] == 0
     """
-    first, second = (python(code).stdout.split() for _ in range(2))
+    first, second = (line.split() for line in python(code).stdout.splitlines())
     assert first[:4] == ["0", "2", "0", "False"]
     assert second[:4] == ["2", "0", "1", "True"]
     assert first[4] == second[4]
@@ -121,6 +154,22 @@ def test_sampling_is_never_cached(compile_cache):
         torch.compile(model, backend="loka", options=options)(x).sum().backward()
     assert counters["inductor"]["fxgraph_cache_hit"] == 0
     assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+
+
+def test_without_a_linear_layer_inductors_entries_serve(compile_cache):
+    """What Inductor has compiled and cached serves loka, in forward and backward."""
+    model = EmbeddingAndNorm()
+    index = torch.randint(0, 100, (3, 8))
+    want = torch.compile(model, backend="inductor")(index)
+    want.sum().backward()
+    torch._dynamo.reset()
+    counters.clear()
+    got = torch.compile(model, backend="loka")(index)
+    got.sum().backward()
+    assert torch.equal(got, want)
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 # ------------------------------------------------------------------ the key itself

@@ -1,12 +1,9 @@
 """How the backend is found, the one warning, and what the log and the structured trace show."""
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from helpers_backend import python
 from models_backend import Plain, Tower
@@ -18,46 +15,75 @@ from loka_compile import ModsWarning
 OFF = {"table": "off"}
 ROOT = Path(loka_compile.__file__).parents[1]
 
-COMPILE = """
-import sys
-import torch
-assert "loka" in torch._dynamo.list_backends(exclude_tags=())
-assert not any(name.split(".")[0] == "loka_compile" for name in sys.modules) or IMPORTED
-import pytest
-from torch import nn
-class Stop(Exception): pass
-def stop(*args, **kwargs): raise Stop
-import torch._inductor.compile_fx as module
-module.compile_fx = stop
-try:
-    torch.compile(nn.Linear(4, 4), backend="loka")(torch.ones(2, 4))
-except Exception as error:
-    assert type(getattr(error, "inner_exception", error)) is Stop, repr(error)
-    print("reached Inductor through loka:", "loka_compile.backend" in sys.modules)
-"""
-
-HIDE_INSTALLED = """
+FOUND = """
+import os, sys, traceback
+import torch, torch._dynamo, torch._inductor.compile_fx
 import importlib.metadata as metadata
-found = metadata.MetadataPathFinder.find_distributions
-metadata.MetadataPathFinder.find_distributions = lambda *a: (
-    d for d in found(*a) if (d.metadata["Name"] or "").replace("_", "-") != "loka-compile")
-assert not metadata.entry_points(group="torch_dynamo_backends", name="loka")
+from torch import nn
+
+class Stop(Exception): pass
+
+def stop(*args, **kwargs): raise Stop
+
+def hide_installed():
+    found = metadata.MetadataPathFinder.find_distributions
+    metadata.MetadataPathFinder.find_distributions = lambda *a: (
+        d for d in found(*a) if (d.metadata["Name"] or "").replace("_", "-") != "loka-compile")
+    assert not metadata.entry_points(group="torch_dynamo_backends", name="loka")
+
+def compile():
+    assert "loka" in torch._dynamo.list_backends(exclude_tags=())
+    import torch._inductor.compile_fx as module
+    module.compile_fx = stop
+    try:
+        torch.compile(nn.Linear(4, 4), backend="loka")(torch.ones(2, 4))
+    except Exception as error:
+        assert type(getattr(error, "inner_exception", error)) is Stop, repr(error)
+    else:
+        raise AssertionError("Inductor was not reached")
+    assert "loka_compile.backend" in sys.modules
+
+def installed():
+    assert not [m for m in sys.modules if m.startswith("loka_compile")]
+    assert "loka" in torch._dynamo.list_backends(exclude_tags=())
+    assert not [m for m in sys.modules if m.startswith("loka_compile")], "looking imports nothing of ours"
+    compile()
+
+def installed_and_imported():
+    import loka_compile
+    compile()
+
+def checkout():
+    hide_installed()
+    import loka_compile
+    compile()
+
+def checkout_after_dynamo_looked():
+    hide_installed()
+    assert "loka" not in torch._dynamo.list_backends(exclude_tags=())
+    import loka_compile
+    compile()
+
+for case in (installed, installed_and_imported, checkout, checkout_after_dynamo_looked):
+    child = os.fork()
+    if child == 0:
+        try:
+            case()
+            print(case.__name__, "ok", flush=True)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, case.__name__
 """
 
 
-@pytest.mark.parametrize("case", ["installed", "installed and imported", "checkout", "checkout after Dynamo looked"])
-def test_the_backend_is_found(case):
+def test_the_backend_is_found():
     """Through its entry point without an import of ours; in a checkout by importing the package; both do not clash."""
-    imports = "import loka_compile\nIMPORTED = True\n"
-    code = {
-        "installed": "IMPORTED = False\n" + COMPILE,
-        "installed and imported": imports + COMPILE,
-        "checkout": HIDE_INSTALLED + imports + COMPILE,
-        "checkout after Dynamo looked": HIDE_INSTALLED
-        + "import torch\nassert 'loka' not in torch._dynamo.list_backends()\n" + imports + COMPILE,
-    }[case]  # fmt: skip
-    done = python(code, env={"PYTHONPATH": str(ROOT)})
-    assert done.stdout.strip() == "reached Inductor through loka: True"
+    done = python(FOUND, env={"PYTHONPATH": str(ROOT)})
+    names = ("installed", "installed_and_imported", "checkout", "checkout_after_dynamo_looked")
+    assert done.stdout.splitlines() == [f"{name} ok" for name in names]
 
 
 def test_the_installed_package_says_the_same():
@@ -152,19 +178,3 @@ def test_structured_trace_and_torch_logs(tmp_path):
     assert "loka.block_norm" in "\n".join(artifacts["loka_graph_hard_swish"])
     assert "pass block_norm: 1 matched" in done.stderr
     assert "lowered 1 of 5 GEMMs" in done.stderr
-
-
-def test_logs_are_silent_by_default():
-    code = """
-        import pytest, torch
-        from helpers_backend import Interpreted
-        from models_backend import Tower
-        Interpreted().install(pytest.MonkeyPatch())
-        torch.compile(Tower((16, 256)), backend="loka")(torch.randn(4, 16))
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join(line[8:] for line in code.splitlines())],
-        env={**__import__("os").environ, "PYTHONPATH": str(Path(__file__).parent)}, text=True, capture_output=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")

@@ -90,14 +90,6 @@ def test_low_precision_model(dtype, no_codegen):
     assert_same_step(got, want, 0.04 if dtype is torch.bfloat16 else 0.006, tower.unused)
 
 
-def test_bf16_with_real_code():
-    tower = Tower((16, 256)).bfloat16()
-    reference = exact(tower)
-    x = torch.randn(19, 16, dtype=torch.bfloat16)
-    got = train_step(torch.compile(tower, backend="loka", options=OFF), tower, x)
-    assert_same_step(got, train_step(mods_of(reference), reference, x.double()), 0.04, tower.unused)
-
-
 def test_train_and_eval_share_their_sites(no_codegen):
     """The graphs of train(), eval() and no_grad() name the same layers the same way."""
     tower, watch = Tower(), Watch()
