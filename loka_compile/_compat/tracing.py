@@ -26,22 +26,17 @@ def trace_attempt() -> tuple[object, int] | None:
 
 
 def keep_for_its_effect(op: CustomOpDef) -> None:
-    """Let no compiler remove calls of an operator whose result nobody uses, nor change their order.
-
-    The public word for an effect is a mutated argument. But a mutated graph input that is also saved for the backward
-    pass fails there ("modified by an inplace operation") as soon as two forward passes come before it.
-    """
+    """Let no compiler remove calls of an operator without a result, nor change their order."""
     op.register_effect(EffectType.ORDERED)
     torch.fx.node.has_side_effect(op._opoverload)
 
 
-def outside_cuda_graphs(*ops: CustomOpDef) -> AbstractContextManager[None]:
+def outside_cuda_graphs(*names: str) -> AbstractContextManager[None]:
     """While this lasts, Inductor compiles calls of these operators to stand between CUDA graphs, not in them.
 
-    The tag ``cudagraph_unsafe`` would say so, but Inductor looks for it on the node's own target, and that of an
-    operator with an effect is ``with_effects``.
+    The tag ``cudagraph_unsafe`` would say so, but Inductor looks for it on the target of the graph's node, and that is
+    a higher-order operator for one that mutates or has an effect.
     """
     import torch._inductor.config as config
 
-    names = [*config.custom_should_partition_ops, *(op._qualname for op in ops)]
-    return config.patch(custom_should_partition_ops=names)
+    return config.patch(custom_should_partition_ops=[*config.custom_should_partition_ops, *names])

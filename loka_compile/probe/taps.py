@@ -3,17 +3,21 @@
 During a sampling window every tapped layer runs as a subclass of itself:
 
     y = <the layer's own forward>(x)
-    loka_probe::input(x, weight, bias, token, call, dtype)  # shows the operands, returns nothing
-    y = loka_probe::output(y, token, call)                  # the identity; its backward calls
-        loka_probe::grad_output(dy, token, call)            # shows dy, returns nothing
+    loka_probe::input(x, weight, bias, token, shown, call, dtype)  # shows the operands, returns nothing
+    y = loka_probe::output(y, token, call)                         # the identity; its backward calls
+        loka_probe::grad_output(dy, token, call)                   # shows dy, returns nothing
 
 Swapping ``module.__class__`` is what Dynamo reliably guards on. (A forward hook added to a compiled module is not seen:
 ``skip_nnmodule_hook_guards`` is on by default.) So a compiled model has two graphs, with and without taps; changing
 between them picks a cached one, and a step that does not sample runs exactly the code that it ran before the probe.
 
 ``token`` is a small CPU tensor that names session and layer. Being a tensor, it is an input of the graph, not a
-constant: equal layers still share one compiled graph. Its reading needs no device synchronisation. That the ops are
-there for their effect is registered with torch, so that no compiler removes or reorders them.
+constant: equal layers still share one compiled graph. Its reading needs no device synchronisation.
+
+An op without a result has to be kept from being removed as dead. ``input`` declares that it mutates ``shown`` (which it
+leaves alone). That will not do in a backward graph, whose inputs must not have been mutated since the forward pass;
+``grad_output`` is registered as having an effect instead. That in turn will not do in the forward graph: Dynamo's
+splitting of graphs for DDP mixes up their outputs (seen with torch 2.11 and 2.13).
 
 An op that runs Python cannot be replayed from a CUDA graph. So Inductor is told to let it stand between the graphs
 that it captures (``between_cuda_graphs``), and an op does nothing while a stream is being captured by hand.
@@ -36,7 +40,9 @@ from torch import Tensor, fx, nn
 from loka_compile._compat.tracing import in_backward, keep_for_its_effect, outside_cuda_graphs, trace_attempt
 
 TOKEN = "_loka_probe_token"
+SHOWN = "_loka_probe_shown"
 TRAINING_ONLY = "_loka_probe_training_only"
+_ATTRIBUTES = (TOKEN, SHOWN, TRAINING_ONLY)
 
 
 class CallCounter:
@@ -113,11 +119,22 @@ def _listener(token: Tensor) -> tuple[Any, int]:
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout)
 
 
-@torch.library.custom_op("loka_probe::input", mutates_args=(), tags=_TAGS)
-def _probe_input(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, call: int, dtype: torch.dtype) -> None:
+_lib: Any = torch.library.Library("loka_probe", "FRAGMENT")
+_lib.define(
+    "input(Tensor x, Tensor weight, Tensor? bias, Tensor token, Tensor(a!) shown, int call, ScalarType dtype) -> ()",
+    tags=_TAGS,
+)
+
+
+def _probe_input(
+    x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, shown: Tensor, call: int, dtype: torch.dtype
+) -> None:
     listener, layer = _listener(token)
     if listener is not None and not in_backward():  # otherwise a checkpoint runs it again: these rows have been seen
         listener.on_input(layer, call, x, weight, bias, dtype)
+
+
+_lib.impl("input", _probe_input, "CompositeExplicitAutograd")
 
 
 @torch.library.custom_op("loka_probe::grad_output", mutates_args=(), tags=_TAGS)
@@ -128,8 +145,10 @@ def _probe_grad_output(grad: Tensor, token: Tensor, call: int) -> None:
         listener.on_grad_output(layer, call, grad)
 
 
-@_probe_input.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, call: int, dtype: torch.dtype) -> None:
+@torch.library.register_fake("loka_probe::input", lib=_lib)
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, shown: Tensor, call: int, dtype: torch.dtype
+) -> None:
     return None
 
 
@@ -138,13 +157,12 @@ def _(grad: Tensor, token: Tensor, call: int) -> None:
     return None
 
 
-keep_for_its_effect(_probe_input)
 keep_for_its_effect(_probe_grad_output)
 
 
 def between_cuda_graphs() -> AbstractContextManager[None]:
     """While this lasts, taps are compiled to stand outside of CUDA graphs."""
-    return outside_cuda_graphs(_probe_input, _probe_grad_output)
+    return outside_cuda_graphs("loka_probe::input", "loka_probe::grad_output")
 
 
 class _Output(torch.autograd.Function):
@@ -157,7 +175,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        torch.ops.loka_probe.grad_output.default(grads[0].detach(), ctx.token, ctx.call)
+        torch.ops.loka_probe.grad_output.default(grads[0], ctx.token, ctx.call)
         return grads[0], None, None
 
 
@@ -165,7 +183,6 @@ def _probe_output(y: Tensor, token: Tensor, call: int) -> Tensor:
     return _Output.apply(y, token, call)  # type: ignore[no-untyped-call]
 
 
-_lib: Any = torch.library.Library("loka_probe", "FRAGMENT")
 _lib.define("output(Tensor y, Tensor token, int call) -> Tensor")
 # Decomposed by autograd itself, so AOTAutograd sees a view in the forward graph and grad_output in the backward.
 _lib.impl("output", _probe_output, "CompositeImplicitAutograd")
@@ -190,10 +207,10 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
         x = _shown(args, kwargs, weight)
         if x is None:
             return base.forward(self, *args, **kwargs)
-        call, token = self._loka_probe_call(), getattr(self, TOKEN)
-        bias = None if self.bias is None else self.bias.detach()
+        call, token, shown = self._loka_probe_call(), getattr(self, TOKEN), getattr(self, SHOWN)
         y = base.forward(self, *args, **kwargs)
-        torch.ops.loka_probe.input.default(x.detach(), weight.detach(), bias, token, call, y.dtype)
+        bias = None if self.bias is None else self.bias.detach()
+        torch.ops.loka_probe.input.default(x.detach(), weight.detach(), bias, token, shown, call, y.dtype)
         return torch.ops.loka_probe.output.default(y, token, call) if y.requires_grad else y
 
     # Dynamo looks such a method up by the function's own name, and puts its result into the graph as a constant.
@@ -233,7 +250,7 @@ def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]
     def reduce_ex(self: Any, protocol: Any) -> Any:
         made, args, state, *rest = (*base.__reduce_ex__(self, protocol), None)[:5]
         if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key not in (TOKEN, TRAINING_ONLY)}
+            state = {key: value for key, value in state.items() if key not in _ATTRIBUTES}
         made = _bare if made is copyreg.__newobj__ else made  # type: ignore[attr-defined]
         return (made, tuple(base if arg is type(self) else arg for arg in args), state, *rest)
 
@@ -259,6 +276,7 @@ def attach(module: nn.Module, token: Tensor, *, training_only: bool, root: bool 
         root: whether this is the model rather than a layer. A linear layer may be both.
     """
     module.__dict__.setdefault(TOKEN, token)
+    module.__dict__.setdefault(SHOWN, torch.zeros(1, dtype=torch.int64))
     module.__dict__[TRAINING_ONLY] = training_only
     base: Any = type(module)
     module.__class__ = (_root_class if root else _tapped_class)(base)
@@ -268,8 +286,8 @@ def detach(module: nn.Module) -> None:
     """Undo every ``attach`` of this module."""
     while (base := type(module).__dict__.get("_loka_probe_base")) is not None:
         module.__class__ = base
-    module.__dict__.pop(TOKEN, None)
-    module.__dict__.pop(TRAINING_ONLY, None)
+    for name in _ATTRIBUTES:
+        module.__dict__.pop(name, None)
 
 
 def is_attached(module: nn.Module) -> bool:

@@ -154,6 +154,25 @@ def test_a_graph_break_and_a_region_compiled_on_its_own_keep_the_names() -> None
     assert counter.frame_count <= 4  # equal blocks share their graphs, with taps too (the first takes no gradient)
 
 
+def test_a_gradient_of_gradients() -> None:
+    def run(probed: bool) -> tuple[list[Tensor], Probe | None]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with probe(model, every=1, budget=None) if probed else contextlib.nullcontext() as p:
+            for step in range(2):
+                x = batch(step).requires_grad_()
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                slope.square().mean().backward()
+                optimizer.step()
+        return values(model), p
+
+    plain, _ = run(False)
+    probed, p = run(True)
+    assert same(probed, plain)
+    assert p is not None
+    assert sorted(p.stats) == SITES
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_several_forward_passes_before_their_backward_passes(backend: str | None) -> None:
     def run(probed: bool) -> tuple[list[Tensor], Probe | None]:
@@ -226,13 +245,13 @@ def test_between_windows_and_afterwards_the_model_is_its_own() -> None:
     assert not [name for m in model.modules() for name in vars(m) if "loka" in name]
 
 
-def test_distributed_wrappers(tmp_path: Path) -> None:
+def test_distributed_wrappers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import fully_shard
 
     want = recorded(net(), 4, 2)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        for wrap in ("ddp", "compiled ddp", "fsdp2"):
+        for wrap in ("ddp", "compiled ddp", "compiled ddp in buckets", "fsdp2"):
             torch._dynamo.reset()
             model = net()
             run: Any = model
@@ -240,14 +259,20 @@ def test_distributed_wrappers(tmp_path: Path) -> None:
                 for layer in (model.first, model.shared, model.last, model):
                     fully_shard(layer)
             else:
-                run = nn.parallel.DistributedDataParallel(model)
-            if wrap == "compiled ddp":
-                run = torch.compile(run, backend="aot_eager")
+                if wrap.endswith("buckets"):  # Dynamo then splits the graph where a bucket is full
+                    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 500)
+                run = nn.parallel.DistributedDataParallel(
+                    model, bucket_cap_mb=0.001 if wrap.endswith("buckets") else 25
+                )
+            if wrap.startswith("compiled"):
+                counter = CompileCounterWithBackend("aot_eager")
+                run = torch.compile(run, backend=counter)
             with probe(run, every=2, budget=None) as p:
                 train(model, 4, run)
             check_against_hooks(p.stats, want)
             assert p.stats["first#0"].weight.mean().shape == (24, 13)  # type: ignore[union-attr]
             check_against_hooks(p.merged(), want)
+        assert counter.frame_count > 4
     finally:
         dist.destroy_process_group()
 
