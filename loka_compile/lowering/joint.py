@@ -54,6 +54,11 @@ def lower_gemms(graph: fx.Graph, plan: Plan | None, report: Report, *, emulate: 
             fallback = _lower(matmul, gemm, decision, emulate)
             lowered += not fallback
         report.gemms.append(LoweredGemm(gemm, _as_run(decision, fallback), fallback))
+    if emulate and lowered:
+        report.notes.append(
+            f"the plan is for another device: {lowered} GEMMs run here as an emulation of its kernels (same FP8 "
+            "rounding, fp32 products), which says nothing about speed"
+        )
     logger.info("lowered %d of %d GEMMs to FP8: %s", lowered, len(matmuls), report.counts())
     return lowered
 

@@ -226,6 +226,17 @@ def test_plan_for_another_device_is_emulated(no_codegen):
     assert difference(got, want) < 0.15 * difference(without, want)
     assert watch.last.counts() == {"torch:rowwise_fast": 1, "high_precision:native": 4}
     assert not any("_scaled_mm" in op for op in no_codegen.targets())
+    assert any("1 GEMMs run here as an emulation" in note for note in watch.last.notes)
+
+
+def test_fp64_is_not_for_fp8(no_codegen):
+    """A model in fp64 keeps fp64 products, and the report says why."""
+    model = Plain().double()
+    run, watch = compile_with(model, {f"{SITE} forward": "emulated:rowwise"})
+    x = torch.randn(8, 48, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(run(x), model(x))
+    assert any("not float64" in g.fallback for g in watch.last.gemms)
 
 
 def test_gemms_the_plan_does_not_name(no_codegen):
