@@ -37,7 +37,7 @@ class StatsOptions:
     #: Raw rows kept of inputs and of gradients.
     reservoir_rows: int = ROWS
     #: Numbers of one batch that go into the tail sketch, in whole rows; 0 keeps none. It works on the CPU and holds
-    #: the interpreter meanwhile, about 0.1 us for a number.
+    #: the interpreter meanwhile.
     sketch_values: int = 1 << 14
 
 

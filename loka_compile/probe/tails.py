@@ -1,11 +1,11 @@
 """What a Gaussian forgets: the largest values, kurtosis and tail quantiles.
 
 ``Moments`` is exact and per feature: amax, and central moments up to the fourth in fp64 (Pebay 2008: they merge
-exactly). ``TailSketch`` holds quantiles of |x|: Apache DataSketches' REQ sketch, whose rank error shrinks towards the
-tail (measured on 819,200 Student-t values: 1.2 % of the tail mass beyond the 99.9 % quantile; KLL of the same package
-and t-digests were off by 7 to 500 %). A sketch takes up to 20 kB, so there are at most 32 of them for a site, each over
-a group of neighbouring features: one feature each up to K = 32, multiples of 128 (the blocks that FP8 recipes scale)
-from K = 4096 on. The sketch compacts by coin flips of its own: two runs agree within its error, not in every bit.
+exactly). ``TailSketch`` holds quantiles of |x|: Apache DataSketches' REQ sketch (Cormode et al., PODS 2021), whose rank
+error shrinks towards the tail, where that of KLL sketches is the same everywhere and t-digests promise none. A sketch
+takes some kilobytes, so there are at most 32 of them for a site, each over a group of neighbouring features: one
+feature each up to K = 32, multiples of 128 (the blocks that FP8 recipes scale) from K = 4096 on. The sketch compacts by
+coin flips of its own: two runs agree within its error, not in every bit.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from loka_compile.probe.norms import Behaviour
 from loka_compile.probe.ranks import merge_across_ranks
 from loka_compile.probe.reservoir import seeded
 from loka_compile.probe.site_stats import RowStats, SiteStats, Stats, StatsOptions
+from loka_compile.probe.weights import WeightTracker
 
 K, N = 7, 4
 
@@ -177,6 +178,25 @@ def test_memory_is_what_the_parts_hold() -> None:
     assert site.nbytes == site.input.nbytes + site.grad_output.nbytes + site.weight.nbytes
     assert site.input.tracker.scatter.nbytes == K * K * 4 + 8
     assert Stats({"a#0": site, "b#0": site}).nbytes == 2 * site.nbytes
+
+
+def test_memory_of_a_layer_of_123200_features_is_as_documented() -> None:
+    wide, narrow = 123_200, 1024
+    site = SiteStats("wide#0", wide, narrow, torch.bfloat16)
+    site.update_grad_output(torch.zeros(1, narrow, dtype=torch.bfloat16), torch.rand(1, dtype=torch.float64), 0)
+    site.weight = WeightTracker(narrow, wide)
+    assert site.grad_output is not None
+    parts = {
+        "input covariance": site.input.tracker.nbytes,
+        "input moments": site.input.moments.nbytes,
+        "input reservoir": site.input.reservoir.nbytes,
+        "weight": site.weight.nbytes,
+        "gradient": site.grad_output.nbytes,
+    }
+    megabytes = {name: round(count / 1e6) for name, count in parts.items()}
+    documented = {"input covariance": 97, "input moments": 4, "input reservoir": 17, "weight": 68, "gradient": 5}
+    assert megabytes == documented
+    assert site.nbytes < 192e6
 
 
 def test_statistics_of_different_layers_do_not_merge() -> None:

@@ -87,6 +87,20 @@ def test_row_and_column_correlations_of_a_matrix_normal_source_are_found() -> No
     assert np.trace(u) * np.trace(v) == pytest.approx(total, rel=0.1)
 
 
+def test_a_short_side_inflates_the_other() -> None:
+    """What the documentation says of the paper's flip-flop: V is right for square weights, too large for flat ones."""
+    g = torch.Generator().manual_seed(0)
+    inflation = []
+    for rows in (64, 16, 1):
+        tracker = WeightTracker(rows, 64, momentum=0.9)
+        for _ in range(100):
+            tracker.update(torch.randn(rows, 64, generator=g))
+        inflation.append(float(tracker.column_covariance().diagonal().mean()))
+    assert inflation[0] == pytest.approx(1.0, rel=0.2)
+    assert inflation[0] < inflation[1] < inflation[2] < 10
+    assert inflation[2] > 2
+
+
 def test_draws_have_the_models_row_and_column_covariance() -> None:
     rows, columns, draws = 6, 9, 4000
     tracker = WeightTracker(rows, columns)
