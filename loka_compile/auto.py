@@ -52,7 +52,7 @@ class PlanAfterSampling:
         )
         # A tap is Python code, which a replayed CUDA graph would not run.
         self._run: Callable[..., Any] = compile_rewritten(
-            gm, example_inputs, sampling, {**patches, "triton.cudagraphs": False, "force_disable_caches": True}
+            gm, example_inputs, sampling, {**patches, "triton.cudagraphs": False}
         )
 
     def __call__(self, *args: Any) -> Any:

@@ -31,9 +31,6 @@ def compile_rewritten(
         return plain
     cpp_loop_split.install()
     merged = {**patches, **config_patches(lowering, patches)}
-    if lowering.config.inspect:
-        # A pass does not run when its result comes from a cache, and then there is nothing to inspect.
-        merged["force_disable_caches"] = True
     compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
         gm, example_inputs, config_patches=merged, decompositions=_Decompositions(decompositions())
     )

@@ -157,15 +157,15 @@ def _check_inductor(patches: dict[str, Any], ours: Iterable[str]) -> dict[str, A
         return {}
     import torch._inductor.config as inductor_config
 
-    known = inductor_config.shallow_copy_dict()
+    known = inductor_config.get_config_copy()
     out = {}
     for key, value in patches.items():
         name = key.replace("-", "_")
         if name not in known:
             raise UnknownOptionError(_unknown(key, ours))
         expected = type(known[name])
-        # A default of None says nothing about the type, and hooks may be set to any callable.
-        fits = known[name] is None or value is None or callable(value) or isinstance(value, expected)
+        # A default of None says nothing about the type.
+        fits = known[name] is None or value is None or isinstance(value, expected)
         if not (fits or (expected in (int, float) and _is_number(value))):
             raise ConfigError(
                 f"option {key!r} of Inductor must be of type {expected.__name__}, "

@@ -91,7 +91,7 @@ class JointPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Part of Inductor's and AOTAutograd's cache keys."""
-        return _uuid("joint", self.lowering.key, self.lowering.user_joint)
+        return _uuid("joint", self.lowering, self.lowering.user_joint)
 
 
 class PostGradPass(CustomGraphPass):
@@ -119,7 +119,7 @@ class PostGradPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Part of Inductor's and AOTAutograd's cache keys."""
-        return _uuid("post_grad", self.lowering.key, self.lowering.user_post_grad)
+        return _uuid("post_grad", self.lowering, self.lowering.user_post_grad)
 
 
 def config_patches(lowering: Lowering, patches: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,10 +146,13 @@ def _run_user(passes: Sequence[Any], graph: fx.Graph) -> None:
         p(graph)
 
 
-def _uuid(name: str, key: str, user: Sequence[Any]) -> Any:
-    """None (which bypasses the caches) where a user's pass cannot be identified."""
+def _uuid(name: str, lowering: Lowering, user: Sequence[Any]) -> Any:
+    """None, which bypasses the caches: where a user's pass cannot be identified, and where our passes have to run (a
+    pass does not when its result comes from a cache) to be inspected or to put in taps."""
+    if lowering.config.inspect or lowering.tap is not None:
+        return None
     ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in user]
-    return None if any(not i for i in ids) else ("loka", name, key, tuple(ids))
+    return None if any(not i for i in ids) else ("loka", name, lowering.key, tuple(ids))
 
 
 def _finish(graph: fx.Graph) -> None:
