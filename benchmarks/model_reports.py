@@ -26,7 +26,7 @@ SCHEMA = Schema(13, (8,) * 26, 128)
 app = typer.Typer(add_completion=False)
 
 
-def report_of(name: str, size: str, batch_size: int = 16) -> dict[str, Any]:
+def report_of(name: str, size: str, batch_size: int = 4) -> dict[str, Any]:
     """Compile one model's training step as `loka_compile.explain` does, without a plan."""
     import loka_compile
 
@@ -79,7 +79,9 @@ def _general(reason: str) -> str:
     reason = reason.partition(": its input comes from")[0]
     if "final prediction layer" in reason:
         return "the bias of the final prediction layer is kept"
-    return reason.partition(", whose meaning")[0].partition(" is also used by")[0]
+    if " is also used by" in reason:
+        return "the output of the linear layer is also used elsewhere"
+    return reason
 
 
 @app.command()
@@ -88,14 +90,14 @@ def main(
     size: str = "h200",
     models: Annotated[str, typer.Option(help=f"Comma-separated, out of {', '.join(MODELS)}.")] = ",".join(MODELS),
 ) -> None:
-    """Report on each model."""
+    """Report on each model, and sum up all reports in the folder."""
     out.mkdir(parents=True, exist_ok=True)
-    reports = []
     for name in track(models.split(","), description="models"):
         report = report_of(name, size)
         torch._dynamo.reset()
-        reports.append(report)
         atomic_write(out / f"{name}.json", lambda f, r=report: f.write((json.dumps(r, indent=1) + "\n").encode()))
+    # Also those of earlier calls.
+    reports = [json.loads(path.read_text()) for name in MODELS if (path := out / f"{name}.json").exists()]
     text = f"`python -m benchmarks.model_reports --size {size}`, torch {torch.__version__}\n\n{table(reports)}\n"
     atomic_write(out / "summary.md", lambda f: f.write(text.encode()))
     print(text)
