@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loka_compile._compat.registration import register_uninstalled
 
 if TYPE_CHECKING:
+    from loka_compile import probe as probe
     from loka_compile.apply_mods import apply_mods
     from loka_compile.backend import loka
     from loka_compile.config import LokaConfig
@@ -66,6 +67,7 @@ __all__ = [
     "explain",
     "loka",
     "make_plan",
+    "probe",
     "register_pass",
     "reports",
     "unregister_pass",
@@ -73,6 +75,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "probe":  # a package that can be called
+        return importlib.import_module(f"{__name__}.probe")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -212,3 +212,21 @@ def test_a_chain_inside_activation_checkpointing():
     gm, report = run(model, torch.randn(3, 16))
     assert report.chains == {"block.0#0": "linear-norm-swish"}
     assert "block_norm" in ops(gm)
+
+
+def test_the_probes_taps_do_not_break_a_chain():
+    import loka_compile.probe.taps  # noqa: F401  (defines the operators)
+
+    class Tapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.norm = nn.Linear(16, 256), nn.LayerNorm(256)
+            self.token = torch.zeros(2, dtype=torch.int64)
+
+        def forward(self, x):
+            h = torch.ops.loka_probe.output.default(self.lin(x), self.token, 0)
+            return F.silu(self.norm(h))
+
+    gm, report = run(Tapped(), torch.randn(3, 16))
+    assert ops(gm) == ["linear", "output", "block_norm", "hardswish"]
+    assert report.chains == {"lin#0": "linear-norm-swish"}
