@@ -158,6 +158,7 @@ def test_again_and_again(no_codegen):
     compiled = torch.compile(tower, backend="loka", options=OFF)
     compiled(x)
     assert loka_compile.explain(tower, x, options=OFF, show=False).chains == first.chains
+    assert loka_compile.explain(compiled, x, options=OFF, show=False).chains == first.chains
 
 
 def test_inference_keywords_and_no_grad(no_codegen):

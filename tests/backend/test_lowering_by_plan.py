@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fp8_reference import RECIPES, Layer
+from fp8_reference import RECIPES, Layer, product
 from helpers_backend import Watch, assert_same_step, close, plan_for, train_step
 from models_backend import Plain, Tower, exact, hard_swish, mods_of
 
@@ -57,6 +57,57 @@ def test_one_gemm_emulated(recipe, role, no_codegen):
     assert set(ran.values()) == {"high_precision:native"}
     assert len(ran) == 5
     assert watch.last.counts() == {f"emulated:{recipe}": 1, "high_precision:native": 5}
+
+
+class Stored(torch.nn.Module):
+    """``x @ v`` with a weight that is stored as [K, N]."""
+
+    def __init__(self, k, n):
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.randn(k, n) * torch.exp2(torch.randint(-6, 6, (1, n)).float()))
+
+    def forward(self, x):
+        return x @ self.v
+
+
+@pytest.mark.parametrize(
+    ("role", "recipe"),
+    [("forward", "rowwise"), ("forward", "blockwise"), ("grad_input", "blockwise"), ("grad_weight", "rowwise")],
+)
+def test_weight_stored_the_other_way_round(role, recipe, no_codegen):
+    """Rows and contraction of each operand are those of the GEMM, not of how the weight lies in memory."""
+    model = Stored(200, 72)
+    x, grad = torch.randn(150, 200, requires_grad=True), torch.randn(150, 72, dtype=torch.float64)
+    run, watch = compile_with(model, {f"v#0 {role}": f"emulated:{recipe}"})
+    got = train_step(run, model, x, grad)
+    assert watch.last.counts() == {f"emulated:{recipe}": 1, "high_precision:native": 2}
+    v, x = model.v.detach().double(), x.detach().double()
+    operands = {"forward": (x, v.t()), "grad_input": (grad, v), "grad_weight": (x.t(), grad.t())}
+    results = {"forward": got[0], "grad_input": got[1]["x"], "grad_weight": got[1]["v"]}
+    for name, (a, b) in operands.items():
+        if name == role:
+            want, without = product(a, b, recipe), a @ b.t()
+            close(results[name], want, 0.15 * float((want - without).abs().max() / want.abs().max()), name)
+        else:
+            close(results[name], a @ b.t(), 1e-5, name)
+
+
+def test_two_sites_of_one_layer_are_decided_apart(no_codegen):
+    """The same layer called twice on the same input: one call in FP8, the other exact, though both are one product."""
+
+    class Twice(Plain):
+        def forward(self, x):
+            return torch.stack([self.layers[0](x), self.layers[0](x)])
+
+    model = Twice((48, 64))
+    run, _ = compile_with(model, {"layers.0#1 forward": "emulated:rowwise"})
+    x = torch.randn(40, 48)
+    with torch.no_grad():
+        first, second = run(x)
+        close(first, exact(model).layers[0](x.double()), 1e-5)
+        want = product(x, model.layers[0].weight, "rowwise")
+        close(second, want, 1e-3)
+        assert float((first - second).abs().max()) > 1e-3 * float(first.abs().max())
 
 
 def test_every_gemm_at_once_with_real_code():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,13 @@ def test_options_of_inductor_that_have_no_type(no_codegen):
     torch.compile(Tower((13, 256)), backend="loka", options=options)(torch.randn(4, 13))
     assert len(seen) == 1
     assert seen[0], "it ran after our pass had removed the anchors"
+
+
+def test_options_of_inductor_give_no_warnings(no_codegen):
+    """Nothing deprecated is used to validate them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LokaConfig.from_options({"max_autotune": False, "triton.cudagraphs": False})
 
 
 def test_the_callers_dict_is_left_alone(no_codegen):
