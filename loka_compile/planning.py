@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from loka_compile._compat.shapes import size_hint
 from loka_compile.config import LokaConfig
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import NATIVE, Role
 from loka_compile.header import Header
 from loka_compile.passes.nodes import argument, kind, subgraphs
-from loka_compile.passes.sites import name_sites
+from loka_compile.passes.sites import learnt_weight, name_sites
 from loka_compile.plan import Plan, make_plan
 from loka_compile.store import load_cached
-from loka_compile.table import Table
+from loka_compile.table import Measurement, Table
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Planning:
     #: True when the plan has to wait for samples.
     sample: bool = False
     note: str = ""
+    #: What decides the GEMMs' dtype: that of the weights, and autocast around the graph.
+    dtypes: tuple[str, ...] = ()
 
     @property
     def cache_key(self) -> str:
@@ -48,6 +53,7 @@ class Planning:
             "target": self.target,
             "mods": self.config.active_mods,
             "block_size": self.config.block_size,
+            "dtypes": self.dtypes,
             "fuse": self.config.fuse,  # the costs in a table count on fused kernels
             "torch": torch.__version__,
         }
@@ -100,7 +106,10 @@ def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles:
             'options={"target": "h200"} plans for another device and emulates its FP8 here'
         )
     elif planning.fingerprint:
+        planning.dtypes = _dtypes(gm, device)
         cached = load_cached(planning.cache_key)
+        if cached is not None:
+            cached = near(cached, batches(gm))
         if cached is not None and covers(cached, planning.fingerprint, roles):
             planning.accept(cached)
         else:
@@ -115,6 +124,38 @@ def covers(table: Table, fingerprint: dict[str, tuple[int, int]], roles: frozens
     known = {(row.site, row.role) for row in table.rows}
     needed = roles - {Role.GRAD_INPUT}
     return all((site, role.value) in known for site in fingerprint for role in needed)
+
+
+def near(table: Table, batches: Mapping[str, int]) -> Table:
+    """The rows for about these batch sizes, within a factor of two: what pays for 4096 rows may not for 64."""
+
+    def is_near(row: Measurement) -> bool:
+        m = batches.get(row.site)
+        return m is None or (row.m_min <= 2 * m and m <= 2 * row.m_max)
+
+    return Table(table.header, filter(is_near, table.rows))
+
+
+def batches(gm: fx.GraphModule) -> dict[str, int]:
+    """Number of rows that each site's layer is applied to, as far as it is known; a dynamic one as its hint."""
+    found: dict[str, int] = {}
+    for node, site in name_sites(gm).items():
+        operand = argument(node, 0, "input")
+        value = operand.meta.get("example_value") if isinstance(operand, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            sizes = [size_hint(size) for size in value.shape[:-1]]
+            if None not in sizes:
+                found[site] = math.prod(int(size or 0) for size in sizes)
+    return found
+
+
+def _dtypes(gm: fx.GraphModule, device: torch.device) -> tuple[str, ...]:
+    weights = (learnt_weight(node) for node in name_sites(gm))
+    values = (w.meta.get("example_value") for w in weights if w is not None)
+    found = {str(v.dtype) for v in values if isinstance(v, torch.Tensor)}
+    if torch.is_autocast_enabled(device.type):
+        found.add(f"autocast {torch.get_autocast_dtype(device.type)}")
+    return tuple(sorted(found))
 
 
 def fingerprint(gm: fx.GraphModule) -> dict[str, tuple[int, int]]:

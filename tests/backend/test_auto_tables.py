@@ -44,6 +44,26 @@ def test_cached_table_is_used_by_the_next_compile(no_codegen):
     assert run_until_planned(Plain((48, 80)), x.bfloat16().float(), block_size=128)[1] == 4
 
 
+def test_cached_table_of_another_batch_size_or_dtype(no_codegen):
+    """What pays for 4096 rows may not pay for 32, and the error is that of the dtype: such a table does not fit."""
+    model = Plain((48, 80))
+
+    def calls(rows, **kwargs):
+        torch._dynamo.reset()
+        return run_until_planned(model, torch.randn(rows, 48), **kwargs)[1]
+
+    assert [calls(rows) for rows in (32, 32, 50, 17)] == [4, 1, 1, 1]
+    assert [calls(rows) for rows in (4096, 4096, 32)] == [4, 1, 1]
+    torch._dynamo.reset()
+    watch, _ = run_until_planned(model, torch.randn(4096, 48))
+    assert {row.m_max for row in watch.last.table.rows} == {4096}, "rows of both batch sizes decide"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [calls(32), calls(32)] == [4, 1]
+    model.bfloat16()
+    torch._dynamo.reset()
+    assert run_until_planned(model, torch.randn(32, 48, dtype=torch.bfloat16))[1] == 4
+
+
 def test_inference_after_training_and_the_other_way_round(no_codegen):
     """A training table covers inference; a table from inference lacks the gradients, so that training samples."""
     model, x = Plain((48, 80)), torch.randn(32, 48)
