@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.model_reports import report_of, table
 from examples.data.stream import Schema
 from examples.models.registry import MODELS, build
 from loka_compile import apply_mods, reports
@@ -110,3 +111,15 @@ def test_a_norm_in_front_of_the_mlp_is_left_alone(monkeypatch: pytest.MonkeyPatc
     assert set(report.chains.values()) == {"linear-swish"}
     before = apply_mods(model.dense_arch, mods=("block_norm",))(numerics, *features)
     torch.testing.assert_close(before, model.dense_arch(numerics, *features))
+
+
+def test_report_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    Interpreted().install(monkeypatch)
+    report = report_of("dlrm", "tiny")
+    assert report["chains"] == {}
+    assert report["biases_removed"] == 5  # three below, two above; the prediction keeps its own
+    assert {g["role"] for g in report["gemms"] if g["site"] == "top.0#0"} == {"forward", "grad_input", "grad_weight"}
+    assert report["refused"][0]["source"].startswith("examples/models/dlrm.py:")
+    assert table([report]).splitlines()[2] == (
+        "| dlrm | 0.0 M | 6 | none | 5 | the bias of the final prediction layer is kept (1) |"
+    )
