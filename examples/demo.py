@@ -230,7 +230,7 @@ def _finite(value: Any) -> Any:
 
 
 def main(
-    examples: Annotated[int, typer.Option(help="Flights to stream, from January on; 0 is all 327,346.")] = 163_840,
+    examples: Annotated[int, typer.Option(help="Flights to stream, from January on; 0 is all 327,346.")] = 131_072,
     batch: Annotated[int, typer.Option(help="Examples per step.")] = 4096,
     size: Annotated[str, typer.Option(help="Wukong's size: tiny, demo, h200 or paper.")] = "demo",
     backend: Annotated[str, typer.Option(help="torch.compile backend of the second arm.")] = "loka",

@@ -61,6 +61,7 @@ def apply_mods(
     run_passes(gm, passes, config, report)
     _as_modules(gm, remove_unused)
     gm.graph.eliminate_dead_code()
+    _keep_transient(gm, model)
     if remove_unused:
         _drop_unused(gm)
     else:
@@ -120,6 +121,18 @@ def _adopt_state(gm: fx.GraphModule, model: nn.Module) -> None:
             if buffer is not None and _join(path, name) not in own:
                 persistent = name not in module._non_persistent_buffers_set
                 _holder(gm, path).register_buffer(name, buffer, persistent=persistent)
+
+
+def _keep_transient(gm: fx.GraphModule, model: nn.Module) -> None:
+    """A buffer that was not part of the state_dict is not part of it in the copy that the graph made either."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in module._non_persistent_buffers_set:
+            try:
+                holder = gm.get_submodule(path)
+            except AttributeError:
+                continue
+            if name in holder._buffers:
+                holder._non_persistent_buffers_set.add(name)
 
 
 def _drop_unused(gm: fx.GraphModule) -> None:

@@ -18,6 +18,7 @@ from torch import fx
 
 from loka_compile.passes.base import Refusal, source_line
 from loka_compile.passes.nodes import NORMS, argument, dropout_p, kind, last_dim, skip_identity, subgraphs, users
+from loka_compile.passes.sites import learnt_weight
 
 _OTHER_NORMS = {
     "batch_norm": "BatchNorm normalises over the batch, which a row-wise kernel cannot see",
@@ -113,7 +114,12 @@ def _data(node: fx.Node) -> Any:
 
 
 def _from_linear(node: Any) -> bool:
-    return kind(skip_identity(node)) in ("linear", "matmul")
+    return _is_layer(skip_identity(node))
+
+
+def _is_layer(node: Any) -> bool:
+    """A linear layer, or a matmul with a learnt weight; attention's product of two activations is none."""
+    return kind(node) == "linear" or (kind(node) == "matmul" and learnt_weight(node) is not None)
 
 
 def _norm_chain(norm: fx.Node, block_size: int, findings: Findings) -> Chain | None:
@@ -124,7 +130,7 @@ def _norm_chain(norm: fx.Node, block_size: int, findings: Findings) -> Chain | N
 
     x = skip_identity(_data(norm))
     chain: Chain | None = None
-    if kind(x) in ("linear", "matmul"):
+    if _is_layer(x):
         chain = Chain(x, norm)
     elif kind(x) == "add" and len(x.args) >= 2:
         operand = next((skip_identity(a) for a in x.args[:2] if _from_linear(a)), None)
@@ -221,7 +227,7 @@ def _activation(node: fx.Node, what: str, by_end: dict[fx.Node, Chain], findings
             _set_activation(chain, node, gate)
             return
         if other is not inner:
-            if kind(inner) in ("linear", "matmul"):
+            if _is_layer(inner):
                 findings.refuse("activation", node, "a gate sigmoid(linear(x)) * y is not a Swish of its own input")
             return
         x: Any = inner
@@ -231,7 +237,7 @@ def _activation(node: fx.Node, what: str, by_end: dict[fx.Node, Chain], findings
         if chain is not None:
             _set_activation(chain, node, None)
             return
-    if kind(x) in ("linear", "matmul"):
+    if _is_layer(x):
         mine = {node, gate}
         stray = next((u for u in users(x) if u not in mine), None)
         if stray is not None:

@@ -167,6 +167,9 @@ REFUSED = {
     "silu behind BatchNorm": (
         LinearThen(lambda m, h, x: F.silu(m.norm(h)), norm=nn.BatchNorm1d(256)), "is not part of a chain"
     ),
+    "silu of a product of activations": (
+        LinearThen(lambda m, h, x: F.silu(h @ h.t())), "does not follow a linear layer"
+    ),
     "silu of something else": (LinearThen(lambda m, h, x: F.silu(h.exp())), "does not follow a linear layer"),
 }  # fmt: skip
 
