@@ -33,7 +33,9 @@ from examples.models.registry import WukongDense
 from examples.models.wukong import Wukong, WukongConfig
 
 #: Learning rates of Adam. Rows of an embedding table are seen rarely, so they move faster than the dense weights.
-LR_DENSE, LR_EMBEDDING = 5e-4, 1e-2
+LR_DENSE, LR_EMBEDDING = 2e-4, 2e-2
+#: Adam's second moments forget within 100 steps: the stream has few, and it drifts.
+BETAS = (0.9, 0.99)
 #: The first quarter of the stream is warm-up: both arms learn there, and neither is scored.
 WARM_UP = 0.25
 
@@ -76,7 +78,7 @@ def stream(arm: Arm, model: Wukong, data: Dataset, batch: int, progress: Progres
     embedding = [p for name, p in model.named_parameters() if name.startswith("embedding")]
     dense = [p for name, p in model.named_parameters() if not name.startswith("embedding")]
     groups = [{"params": dense, "lr": LR_DENSE}, {"params": embedding, "lr": LR_EMBEDDING}]
-    optimizer = torch.optim.Adam(groups, fused=True)
+    optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)
     steps = len(data) // batch
     task = progress.add_task(arm.name, total=steps, note="first call" if arm.backend == "eager" else "compiling")
     begin = half = time.perf_counter()
@@ -126,12 +128,13 @@ def run(
     """Run all arms, print, and write ``metrics.json``, ``report.txt`` and the figures into ``out``.
 
     Args:
-        examples: how many examples to stream; None is all.
+        examples: how many examples to stream, from the beginning; None is all.
         batch: examples per step; what does not fill a last batch is left out.
         size: a named size of Wukong.
         backend: of the second arm; "loka", or another backend of torch.compile to compare with.
         device: "cpu", "cuda", or "auto".
-        options: of the second arm's backend; for loka they add to ``table="auto"`` and, on a CPU, ``target="h200"``.
+        options: of the second arm's backend; for loka they add to ``table="auto"``, ten sampled calls and, on a
+            CPU, ``target="h200"``.
         mods_arm: run loka's Mods without FP8 as an arm of its own.
         seed: of the initial weights.
         out: folder, made if need be.
