@@ -49,7 +49,7 @@ assert any((a != b).any() for a, b in zip(sampled, planned)), "the planned versi
 reports = loka_compile.reports()
 planned = [r for r in reports if r.plan is not None]
 assert len(planned) * 2 == len(reports) and len(planned) >= 2, reports
-assert sum(n for r in planned for name, n in r.counts().items() if name != "high_precision:native") >= 5
+assert sum(n for r in planned for name, n in r.counts().items() if name != "high_precision:native") >= 1
 dist.destroy_process_group()
 print("done")
 """
