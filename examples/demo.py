@@ -36,7 +36,7 @@ from examples.models.wukong import Wukong, WukongConfig
 LR_DENSE, LR_EMBEDDING = 2e-4, 2e-2
 #: Adam's second moments forget within 100 steps: the stream has few, and it drifts.
 BETAS = (0.9, 0.99)
-#: The first quarter of the stream is warm-up: both arms learn there, and neither is scored.
+#: At least a quarter of the stream is warm-up: both arms learn there, and neither is scored.
 WARM_UP = 0.25
 
 BASE = "fp32 eager"
@@ -179,7 +179,10 @@ def run(
 
     labels = data.labels.double().cpu().numpy()
     losses = {arm.name: metrics.losses(arm.scores(), labels) for arm in arms}
-    scored = slice(int(steps * WARM_UP) * batch, None)
+    outcome = read_outcome() if backend == "loka" else None
+    sampled = outcome.sampled_calls if outcome else 0
+    # Nothing is scored before the plan takes effect: until then both arms run in high precision.
+    scored = slice(min(max(int(steps * WARM_UP), sampled), steps - 2) * batch, None)
     summary = {arm.name: score(arm, labels, scored) for arm in arms}
     pairs = [(arm.name, BASE) for arm in arms[1:]] + [(backend, MODS)] * mods_arm
     comparisons = [
@@ -187,7 +190,6 @@ def run(
         for arm, base in pairs
     ]
     relative = next(found for arm, base, found in comparisons if (arm, base) == (backend, BASE))
-    outcome = read_outcome() if backend == "loka" else None
     if outcome is not None:
         show_outcome(outcome, console)
     lines = [
@@ -198,10 +200,10 @@ def run(
 
     out.mkdir(parents=True, exist_ok=True)
     curves = {BASE: losses[BASE], backend: losses[backend]}
-    planned = outcome.sampled_calls * batch if outcome else 0
-    figures = [plot_losses(out / "loss.png", curves, batch, scored.start, relative, data, planned)]
+    figures = [plot_losses(out / "loss.png", curves, batch, scored.start, relative, data, sampled * batch)]
     if outcome is not None:
         (out / "report.txt").write_text(outcome.text, encoding="utf-8")
+    if outcome is not None and outcome.gemms:
         target = (options or {}).get("target") or torch.cuda.get_device_name()
         figures.append(plot_plan(out / "plan.png", outcome, target))
     result = {

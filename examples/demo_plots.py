@@ -78,7 +78,10 @@ def plot_losses(
     bottom.set_ylabel("relative log loss (%)")
     bottom.set_xlabel("flights seen (thousands)")
     bottom.set_title(
-        f"{arm_name} over {base_name}, after the warm-up {relative} (standard error)", loc="left", fontsize=10
+        f"{arm_name} against {base_name}, after the warm-up: {relative} (standard error); "
+        "band: 2 standard errors of each window",
+        loc="left",
+        fontsize=9,
     )
     scored = centres >= warm_up / 1000
     # Early differences are large and mean nothing; the axis belongs to what is scored.

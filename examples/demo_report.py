@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,11 +42,12 @@ class Outcome:
 
 
 def read_outcome() -> Outcome | None:
-    """The plan of this process's last training compile by loka; None if there was none."""
-    reports = [report for report in loka_compile.reports() if report.is_training and report.plan is not None]
+    """What loka did in this process's last training compile; None if there was none."""
+    reports = [report for report in loka_compile.reports() if report.is_training]
     if not reports:
         return None
     report = reports[-1]
+    plan = report.plan
     chains: dict[str, dict[str, Any]] = {}
     for stage in report.stages:
         for match in stage.matched:
@@ -57,7 +59,7 @@ def read_outcome() -> Outcome | None:
     fallbacks = {(g.decision.site, g.decision.role): g.fallback for g in report.gemms if g.fallback}
     gemms = []
     # The plan, not report.gemms: code that comes from the compile cache has no list of lowered GEMMs.
-    for d in report.plan.decisions:
+    for d in plan.decisions if plan is not None else ():
         fallback = fallbacks.get((d.site, d.role), "")
         gemms.append(
             {
@@ -82,8 +84,8 @@ def read_outcome() -> Outcome | None:
         chains=chains,
         refusals=refusals,
         gemms=gemms,
-        max_mere=report.plan.max_mere,
-        min_speedup=report.plan.min_speedup,
+        max_mere=plan.max_mere if plan is not None else math.nan,
+        min_speedup=plan.min_speedup if plan is not None else math.nan,
         sampled_calls=int(sampled[1]) if sampled else 0,
     )
 
@@ -99,6 +101,9 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
         for refusal in outcome.refusals:
             table.add_row(refusal["node"], refusal["reason"])
         console.print(table)
+    if not outcome.gemms:
+        console.print("no plan was made: every GEMM stays in high precision")
+        return
     counts = ", ".join(f"{count} {kernel}" for kernel, count in outcome.counts.items())
     table = Table("site", "M x N x K", *ROLES, title=f"plan for {len(outcome.gemms)} GEMMs: {counts}", **STYLE)
     by_site: dict[str, dict[str, dict[str, Any]]] = {}
