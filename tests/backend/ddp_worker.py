@@ -62,6 +62,8 @@ def main(rank: int, file: str) -> None:
         assert torch.equal(both[0], both[1]), f"{name}: the ranks have drifted apart"
         planned = sum(r.plan is not None for r in watch.reports)
         assert (planned > 0) == (options is AUTO), f"{name}: {planned} plans"
+        fp8 = [g for r in watch.reports for g in r.gemms if not g.decision.is_high_precision]
+        assert bool(fp8) == (options is AUTO), f"{name}: {len(fp8)} GEMMs in FP8"
         print(f"{name}: {len(watch.reports)} graphs, right")
     dist.destroy_process_group()
 
