@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from loka_compile._compat.python_dispatch import enable_python_dispatcher
 from loka_compile.config import LokaConfig
 from loka_compile.errors import LokaError, PassError
 from loka_compile.passes.base import Changes, Pass, PassContext, source_line
@@ -95,7 +96,13 @@ def check_outputs(gm: fx.GraphModule, expected: Sequence[torch.Tensor | None], p
     try:
         # Parameters may be attributes of the graph (freezing) instead of inputs; these are real tensors.
         symbols = fake_mode.shape_env.ignore_fresh_unbacked_symbols() if fake_mode.shape_env else nullcontext()
-        with fake_mode, torch.no_grad(), symbols, mock.patch.object(fake_mode, "allow_non_fake_inputs", True):
+        with (
+            fake_mode,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+            symbols,
+            mock.patch.object(fake_mode, "allow_non_fake_inputs", True),
+        ):
             got = gm(*inputs)
     except Exception as error:
         raise PassError(f"the graph no longer runs after pass {names}: {type(error).__name__}: {error}") from error

@@ -87,7 +87,9 @@ def test_low_precision_model(dtype, no_codegen):
     assert got[0].dtype == dtype
     assert all(g.dtype == dtype for g in got[1].values())
     want = train_step(mods_of(reference), reference, x.double())
-    assert_same_step(got, want, 0.04 if dtype is torch.bfloat16 else 0.006, tower.unused)
+    close(got[0], want[0], 0.04 if dtype is torch.bfloat16 else 0.006)
+    # HardSwish's derivative jumps at 3: a value that is rounded across it changes its gradient by a third.
+    assert_same_step(got, want, 0.05, tower.unused)
 
 
 def test_train_and_eval_share_their_sites(no_codegen):
