@@ -115,3 +115,11 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use; those of an H200 where there is no GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 232_448
+    # HIP's properties lack it (torch 2.11 to 2.14); 64 kB is what its GPUs have.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65_536))

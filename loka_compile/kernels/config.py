@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,19 @@ class GemmConfig:
     persistent: bool = False
     #: Read and write the epilogue's matrices by descriptors as well.
     tma_epilogue: bool = False
+
+    def fitting(self, itemsize: int, out_itemsize: int, shared_memory: int) -> GemmConfig:
+        """This configuration with as many stages as fit into ``shared_memory`` bytes, and at least two.
+
+        Every stage holds a tile of A and of B (``itemsize`` bytes a value). In a persistent kernel the tile that is
+        written lies beside them, because the next tile's loads begin before it is gone; in fp32 that is a tile of 128
+        kB, with which three stages do not fit an H200's 227 kB.
+        """
+        stage = (self.block_m + self.block_n) * self.block_k * itemsize
+        written = self.block_m * self.block_n * out_itemsize if self.persistent else 0
+        fit = (shared_memory - written - _BARRIERS) // stage
+        return replace(self, stages=max(2, min(self.stages, fit)))
+
+
+#: Bytes that Triton's barriers take beside the tiles.
+_BARRIERS = 256

@@ -14,8 +14,10 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 import triton
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from loka_compile._compat import inductor_templates
@@ -53,6 +55,16 @@ def residual(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return F.hardswish(y) + torch.ones(y.shape, dtype=y.dtype)
 
 
+def fp32_model(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.float32, True, True)
+    return (F.hardswish(y) * 16).clamp(-448, 448).to(E4M3), y, rstd
+
+
+def bf16_to_fp32(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    return torch.ops.loka.gemm_block_norm(a, b, None, None, 256, 1e-5, torch.float32, True, True)
+
+
 CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "inference": (inference, 4096, 1024, 1024, None),
     "training": (training, 4096, 1024, 1024, None),
@@ -60,7 +72,33 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "unaligned": (inference, 199, 512, 13, None),
     "residual": (residual, 256, 512, 256, None),
     "dynamic batch": (training, 256, 512, 256, True),
+    "fp32 model": (fp32_model, 4096, 1024, 1024, None),
+    "fp32 model, few tiles": (fp32_model, 256, 1024, 1024, None),
+    "fp32 from bf16": (bf16_to_fp32, 4096, 1024, 1024, None),
+    "fp32 from bf16, few tiles": (bf16_to_fp32, 256, 1024, 1024, None),
 }
+#: Cases whose template is also compiled for an sm_90, to see what it takes.
+COMPILED = {"training", *(name for name in CASES if name.startswith("fp32"))}
+
+
+def shared_memory(code: str) -> int:
+    """Bytes of shared memory per program of the template in Inductor's code, compiled by Triton for an sm_90."""
+    for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
+        if "gemm_block_norm" not in name:
+            continue
+        made = getattr(PyCodeCache.load(source), name)
+        (config,) = made.configs
+        names = made.fn.arg_names
+        constants = {**made.triton_meta.get("constants", {}), **config.kwargs}
+        signature = {**made.triton_meta["signature"], **dict.fromkeys(constants, "constexpr")}
+        pointers = [n for n, kind in signature.items() if kind.startswith("*")]
+        kernel = ASTSource(
+            made.fn, signature, {(names.index(n),): v for n, v in constants.items() if n in names},
+            {(names.index(n),): [["tt.divisibility", 16]] for n in pointers},
+        )  # fmt: skip
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return int(triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+    raise AssertionError("no template in the code")
 
 
 def main() -> None:
@@ -87,6 +125,7 @@ def main() -> None:
             "descriptors": codes[-1].count("tl.make_tensor_descriptor("),
             "stores": codes[-1].count("tl.store("),
             "launches": codes[-1].count(".run("),
+            "shared": shared_memory(codes[-1]) if name in COMPILED else None,
         }
     print("RESULT" + json.dumps(found))
 

@@ -48,3 +48,12 @@ def test_gemm_norm_activation_and_quantisation_are_one_kernel(
 def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> None:
     assert generated["inference"]["descriptors"] == 2
     assert generated["unaligned"]["descriptors"] == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles"],
+)
+def test_kernels_fit_the_shared_memory_of_an_h200(generated: dict[str, Any], case: str) -> None:
+    """A persistent kernel that writes fp32 needs twice the room for its tile: Inductor then had no valid config."""
+    assert 0 < generated[case]["shared"] <= 232_448

@@ -37,7 +37,7 @@ def lower_gemm_block_norm(
     config = config_for(
         "gemm_block_norm", inductor.size_of(m, fallback=4096), columns, inductor.size_of(k, fallback=2048),
         a.get_dtype().itemsize, fast,
-    )  # fmt: skip
+    ).fitting(a.get_dtype().itemsize, out_dtype.itemsize, inductor.shared_memory(device))  # fmt: skip
     options = template_options(config, block, columns)
     persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
     made = inductor.template(

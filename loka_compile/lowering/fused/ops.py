@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.fused.configs import config_for
 
@@ -75,6 +76,7 @@ def _gemm_block_norm_cuda(
     if y.numel() == 0:
         return y, rstd
     config = config_for("gemm_block_norm", a.shape[0], b.shape[1], a.shape[1], a.element_size(), fast)
+    config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,
         config=config,
