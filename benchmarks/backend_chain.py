@@ -90,13 +90,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    import triton
-
     import loka_compile
+    from loka_compile import machine
 
     results = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "driver": _driver(), "batch": args.batch, "layers": args.layers, "rows": [],
+        **machine.describe(), "batch": args.batch, "layers": args.layers, "rows": [],
     }  # fmt: skip
     for width in args.width:
         row: dict = {"width": width}
@@ -156,13 +154,6 @@ def _train(model, x, grad):
         model(x).backward(grad)
 
     return run
-
-
-def _driver() -> str:
-    import subprocess
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import gc
 import json
 import math
 import os
-import re
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from _timing import capture, measure, measure_graphs  # noqa: E402
 
+from loka_compile import machine  # noqa: E402
 from loka_compile.plan import Decision, Plan  # noqa: E402
 
 LAYERS = 4
@@ -275,21 +275,6 @@ def fig13(log) -> list[dict]:
     return rows
 
 
-def versions() -> dict[str, str]:
-    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    from importlib import metadata
-
-    for name in ("triton", "torchao"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
-    driver = Path("/proc/driver/nvidia/version")
-    number = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
-    found["driver"] = number[0] if number else "unknown"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("."))
@@ -300,7 +285,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="also the training step at batch 16384, width 1024")
     options = parser.parse_args()
     only = options.only or ["inference", "training", "fig13"]
-    results = {"versions": versions(), "command": " ".join(sys.argv), "cases": [], "fig13": []}
+    results = {"versions": machine.describe(), "command": " ".join(sys.argv), "cases": [], "fig13": []}
     start = time.time()
 
     def log(text: str) -> None:

@@ -31,6 +31,7 @@ from examples.demo_plots import plot_losses, plot_plan
 from examples.demo_report import read_outcome, show_outcome, show_quality
 from examples.models.registry import WukongDense
 from examples.models.wukong import Wukong, WukongConfig
+from loka_compile import machine
 
 #: Learning rates of Adam. Rows of an embedding table are seen rarely, so they move faster than the dense weights.
 LR_DENSE, LR_EMBEDDING = 2e-4, 2e-2
@@ -57,7 +58,7 @@ class Arm:
     options: dict[str, Any] | None = None
     logits: list[Tensor] = field(default_factory=list)
     seconds: float = 0.0
-    #: Examples per second over the second half, where nothing is compiled any more.
+    #: Examples per second of the median step of the second half, where nothing is compiled any more.
     rate: float = 0.0
 
     def scores(self) -> np.ndarray:
@@ -81,10 +82,8 @@ def stream(arm: Arm, model: Wukong, data: Dataset, batch: int, progress: Progres
     optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)
     steps = len(data) // batch
     task = progress.add_task(arm.name, total=steps, note="first call" if arm.backend == "eager" else "compiling")
-    begin = half = time.perf_counter()
-    for step, (numerics, categories, labels) in enumerate(data.batches(batch)):
-        if step == steps // 2:
-            half = time.perf_counter()
+    ends = [time.perf_counter()]
+    for numerics, categories, labels in data.batches(batch):
         # The logits of the training forward are those of a model that has not seen this batch.
         logits = dense_arch(numerics, model.embed(categories))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
@@ -93,9 +92,9 @@ def stream(arm: Arm, model: Wukong, data: Dataset, batch: int, progress: Progres
         optimizer.step()
         arm.logits.append(logits.detach())
         progress.update(task, advance=1, note=f"log loss {loss.item():.4f}")
-    end = time.perf_counter()
-    arm.seconds = end - begin
-    arm.rate = (steps - steps // 2) * batch / (end - half)
+        ends.append(time.perf_counter())  # the loss was fetched: the device is done
+    arm.seconds = ends[-1] - ends[0]
+    arm.rate = batch / float(np.median(np.diff(ends)[steps // 2 :]))
 
 
 def score(arm: Arm, labels: np.ndarray, rows: slice) -> dict[str, float]:
@@ -208,7 +207,7 @@ def run(
         figures.append(plot_plan(out / "plan.png", outcome, target))
     result = {
         "examples": len(data), "batch": batch, "steps": steps, "size": size, "seed": seed, "device": device,
-        "torch": torch.__version__, "backend": backend, "options": options,
+        "machine": machine.describe(), "backend": backend, "options": options,
         "positive_rate": float(labels.mean()), "scored_from": scored.start, "arms": summary,
         "relative_log_loss_percent": relative.percent, "standard_error_percent": relative.standard_error,
         "comparisons": [

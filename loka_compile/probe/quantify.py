@@ -16,16 +16,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from loka_compile import machine
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
 from loka_compile.probe.runs import KernelFailed, Operand, Pair, Runs
@@ -236,9 +234,9 @@ def _header(
     return Header(
         target=target or "",
         device=_device_name(device),
-        driver=_driver() if cuda else "",
+        driver=machine.driver() if cuda else "",
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=machine.version("triton"),
         libraries={p.name: p.version() for p in providers if _counts(p, device)},
         fingerprint={site: (n, k) for site, (n, k) in fingerprint.items()},
         dropped_rows=dict(dropped),
@@ -253,24 +251,3 @@ def _counts(provider: Provider, device: torch.device) -> bool:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _driver() -> str:
-    """Version of the GPU's driver, or "" where nvidia-smi cannot tell."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("driver version not known: %s", error)
-        return ""
-    return answer.stdout.strip().splitlines()[0]
