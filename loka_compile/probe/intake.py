@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loka_compile.probe.reservoir import seeded
+from loka_compile.probe.reservoir import draw_rows
 from loka_compile.probe.site_stats import SiteStats, Stats, StatsOptions
 from loka_compile.probe.taps import CallCounter
 from loka_compile.probe.worker import Budget, Streams, Worker
@@ -54,7 +55,7 @@ class Intake:
         self._step = 0
         self._chosen: dict[str, set[object]] = {}
         self._seen: Counter[tuple[str, str]] = Counter()
-        self._keys: dict[tuple[str, int, int], Tensor] = {}
+        self._drawn: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
         self._staged = 0
         self._lock = threading.Lock()
         self._warned = False
@@ -68,7 +69,7 @@ class Intake:
             return False
         self._step = step
         self._seen.clear()
-        self._keys.clear()
+        self._drawn.clear()
         self.calls.begin()
         self.sampling = True
         return True
@@ -139,24 +140,24 @@ class Intake:
         return None
 
     def _stage_rows(self, name: str, site: str, index: int, x: Tensor, take: Callable[..., None]) -> None:
-        rows = x.detach().reshape(-1, x.shape[-1])
-        batch, width = rows.shape
-        size = width * rows.element_size()
+        x = x.detach()
+        batch, width = math.prod(x.shape[:-1]), x.shape[-1]
+        size = width * x.element_size()
         count = min(batch, self.row_limit, max(1, ROW_BYTES // max(size, 1)))
         if not count or not self._admit(count * size):
             return
         # The same rows of a call's input and of its gradient, and those that the reservoir prefers.
-        keys = self._keys.pop((site, index, batch), None)
-        if keys is None:
-            generator = seeded(self.seed, rank(), site, self._step, index)
-            keys = self._keys[site, index, batch] = torch.rand(batch, generator=generator, dtype=torch.float64)
-        if count < batch:
-            keys, chosen = torch.topk(keys, count)
-            if rows.is_cuda:
-                chosen = chosen.pin_memory().to(rows.device, non_blocking=True)
-            rows = rows.index_select(0, chosen)
+        drawn = self._drawn.pop((site, index, batch), None)
+        if drawn is None:
+            parts = (self.seed, rank(), site, self._step, index)
+            drawn = self._drawn[site, index, batch] = draw_rows(batch, self.row_limit, *parts)
+        keys, chosen = (part[:count] for part in drawn)
+        if count == batch:
+            rows, keys = x.reshape(batch, width).clone(), torch.empty_like(keys).scatter_(0, chosen, keys)
         else:
-            rows = rows.clone()
+            if x.is_cuda:
+                chosen = chosen.pin_memory().to(x.device, non_blocking=True)
+            rows = x[torch.unravel_index(chosen, x.shape[:-1])]  # a transposed x is not copied as a whole
         step = self._step
         self._submit("rows", name, rows, lambda: take(rows, keys, step, batch))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,27 @@ ROWS = 256
 MAX_BYTES = 16 << 20
 
 
+def seed_of(*parts: object) -> int:
+    """A stable hash of the parts, below 2**63."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
 def seeded(*parts: object) -> torch.Generator:
     """A CPU generator whose seed is a stable hash of the parts."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(seed_of(*parts))
+
+
+def draw_rows(batch: int, count: int, *parts: object) -> tuple[Tensor, Tensor]:
+    """The largest ``count`` of ``batch`` random keys, descending, and the rows that have them, both [count].
+
+    A batch of a million tokens has a million keys; only the largest are made. The largest of n uniform numbers is
+    distributed as ``u**(1/n)``, the next one as that times ``u**(1/(n-1))``, and so on; any row may have any of them.
+    """
+    count = min(batch, count)
+    random = np.random.default_rng(seed_of(*parts))
+    rows = random.choice(batch, count, replace=False)
+    shrink = np.log1p(-random.random(count)) / np.arange(batch, batch - count, -1)
+    return torch.from_numpy(np.exp(np.cumsum(shrink))), torch.from_numpy(rows)
 
 
 class Reservoir:

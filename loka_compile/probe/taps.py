@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import itertools
 import types
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -193,25 +195,42 @@ def _shown(args: tuple[Any, ...], kwargs: dict[str, Any], weight: Tensor) -> Ten
     x: Any = args[0] if args else kwargs.get("input")
     if type(x) not in (Tensor, nn.Parameter) or type(weight) not in (Tensor, nn.Parameter):
         return None
-    return x if x.is_floating_point() else None
+    return x if x.is_floating_point() and x.dim() and x.shape[-1] == weight.shape[1] else None
+
+
+def _tap(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``forward(self, *args, **kwargs)`` with taps around it."""
+    if getattr(self, TRAINING_ONLY) and not self.training:
+        return forward(self, *args, **kwargs)
+    weight = self.weight
+    x = _shown(args, kwargs, weight)
+    if x is None:
+        return forward(self, *args, **kwargs)
+    call, token, shown = self._loka_probe_call(), getattr(self, TOKEN), getattr(self, SHOWN)
+    y = forward(self, *args, **kwargs)
+    bias = None if self.bias is None else self.bias.detach()
+    torch.ops.loka_probe.input.default(x.detach(), weight.detach(), bias, token, shown, call, y.dtype)
+    return torch.ops.loka_probe.output.default(y, token, call) if y.requires_grad else y
+
+
+class _Product(nn.Linear):
+    """Stands between ``nn.Linear`` and a subclass whose forward does more than the product, and calls ``super()``'s.
+
+    What such a layer is called with need not be what its weight is multiplied with: it may transpose it first.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _tap(self, nn.Linear.forward, args, kwargs)
 
 
 @functools.cache
 def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
-    """``base`` with taps around its forward. It looks and pickles like ``base``."""
+    """``base`` with taps around its product. It looks and pickles like ``base``."""
+    code = getattr(inspect.unwrap(base.forward), "__code__", None)
+    inside = code is not None and "super" in code.co_names
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, TRAINING_ONLY) and not self.training:
-            return base.forward(self, *args, **kwargs)
-        weight = self.weight
-        x = _shown(args, kwargs, weight)
-        if x is None:
-            return base.forward(self, *args, **kwargs)
-        call, token, shown = self._loka_probe_call(), getattr(self, TOKEN), getattr(self, SHOWN)
-        y = base.forward(self, *args, **kwargs)
-        bias = None if self.bias is None else self.bias.detach()
-        torch.ops.loka_probe.input.default(x.detach(), weight.detach(), bias, token, shown, call, y.dtype)
-        return torch.ops.loka_probe.output.default(y, token, call) if y.requires_grad else y
+        return base.forward(self, *args, **kwargs) if inside else _tap(self, base.forward, args, kwargs)
 
     # Dynamo looks such a method up by the function's own name, and puts its result into the graph as a constant.
     @torch.compiler.assume_constant_result
@@ -220,7 +239,8 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
         listener = _listeners.get(session)
         return 0 if listener is None else int(listener.calls.next(layer))
 
-    return _subclass(base, {"forward": forward, "_loka_probe_call": _loka_probe_call})
+    bases = (base, _Product) if inside else (base,)
+    return _subclass(bases, {"forward": forward, "_loka_probe_call": _loka_probe_call})
 
 
 @functools.cache
@@ -238,7 +258,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
             listener.calls.begin()
         return True
 
-    return _subclass(base, {"forward": forward, "_loka_probe_begin": _loka_probe_begin})
+    return _subclass((base,), {"forward": forward, "_loka_probe_begin": _loka_probe_begin})
 
 
 def _bare(cls: type[nn.Module], *args: Any) -> nn.Module:
@@ -246,7 +266,9 @@ def _bare(cls: type[nn.Module], *args: Any) -> nn.Module:
     return cls.__new__(cls, *args)
 
 
-def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+def _subclass(bases: tuple[type[nn.Module], ...], members: dict[str, Any]) -> type[nn.Module]:
+    base = bases[0]
+
     def reduce_ex(self: Any, protocol: Any) -> Any:
         made, args, state, *rest = (*base.__reduce_ex__(self, protocol), None)[:5]
         if isinstance(state, dict):
@@ -261,7 +283,7 @@ def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]
     )
     members = {**members, "forward": copied}
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    cls: type[nn.Module] = type(base.__name__, (base,), {**members, **names, "__reduce_ex__": reduce_ex})
+    cls: type[nn.Module] = type(base.__name__, bases, {**members, **names, "__reduce_ex__": reduce_ex})
     cls._loka_probe_base = base  # type: ignore[attr-defined]
     return cls
 

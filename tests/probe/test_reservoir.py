@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 
 from loka_compile.errors import ProbeError
-from loka_compile.probe.reservoir import MAX_BYTES, Reservoir, seeded
+from loka_compile.probe.reservoir import MAX_BYTES, Reservoir, draw_rows, seeded
 
 
 def keys(*parts: object, count: int) -> torch.Tensor:
@@ -113,3 +113,24 @@ def test_state_round_trip() -> None:
 def test_a_wrong_width_is_named() -> None:
     with pytest.raises(ProbeError, match="for a width of 2"):
         Reservoir(2, torch.float32).update(torch.zeros(4, 3), keys(0, count=4))
+
+
+def test_drawn_rows_have_the_largest_keys_of_a_batch_and_any_rows_alike() -> None:
+    tries, batch, count = 400, 60, 6
+    counts, smallest, largest = np.zeros(batch), [], []
+    for number in range(tries):
+        keys_drawn, rows = draw_rows(batch, count, "test", number)
+        assert keys_drawn.dtype == torch.float64
+        assert (keys_drawn[:-1] > keys_drawn[1:]).all()
+        assert len(set(rows.tolist())) == count
+        counts[rows.numpy()] += 1
+        largest.append(float(keys_drawn[0]))
+        smallest.append(float(keys_drawn[-1]))
+    # The j-th largest of n uniform numbers is distributed as Beta(n - j + 1, j).
+    assert scipy.stats.kstest(largest, scipy.stats.beta(batch, 1).cdf).pvalue > 1e-3
+    assert scipy.stats.kstest(smallest, scipy.stats.beta(batch - count + 1, count).cdf).pvalue > 1e-3
+    expected = tries * count / batch
+    chi = ((counts - expected) ** 2 / (expected * (1 - count / batch))).sum()
+    assert scipy.stats.chi2.sf(chi, batch - 1) > 1e-3
+    assert [len(part) for part in draw_rows(5, 9, 0)] == [5, 5]
+    assert torch.equal(draw_rows(batch, 3, 1)[1], draw_rows(batch, 3, 1)[1])

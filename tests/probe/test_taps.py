@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.scheduler import Scheduler
 
 import loka_compile.probe as probe
+from examples.data.stream import Schema
+from examples.models.registry import build
 from loka_compile.passes.sites import name_sites
 from loka_compile.probe import taps
 from loka_compile.probe.probe import Probe
@@ -53,12 +56,15 @@ def test_no_recompilation_when_a_sampling_step_comes_and_goes() -> None:
     compiled(batch(0))
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:loka")  # the Mods change the model, in both runs
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor", "loka"])
 def test_200_steps_leave_bit_identical_parameters(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"options": {"table": "off"}} if backend == "loka" else {}
+
     def run(probed: bool) -> list[Tensor]:
         torch._dynamo.reset()
-        model = net() if backend != "inductor" else small()  # its compilation takes long
-        compiled = torch.compile(model, backend=backend) if backend else model
+        model = small() if backend in ("inductor", "loka") else net()  # their compilation takes long
+        compiled = torch.compile(model, backend=backend, **options) if backend else model
         with probe(compiled, every=10) if probed else contextlib.nullcontext():
             train(model, 200, compiled)
         return values(model)
@@ -80,7 +86,7 @@ def test_200_steps_leave_bit_identical_parameters(backend: str | None, monkeypat
     torch.set_rng_state(state)
     assert same(run(True), plain)
     assert torch.equal(torch.get_rng_state(), after)  # the user's random numbers are not touched either
-    if backend == "inductor":  # no tap would be part of a CUDA graph; without this, a replay would not run it
+    if backend in ("inductor", "loka"):  # no tap would be part of a CUDA graph; without this, a replay would not run it
         assert len(places) >= 4
         assert all(str(reason).startswith("custom partition op: loka_probe::") for reason in places)
         assert not inductor_config.custom_should_partition_ops
@@ -152,6 +158,77 @@ def test_a_graph_break_and_a_region_compiled_on_its_own_keep_the_names() -> None
     assert sorted(p.stats) == sorted(f"{i}.fc#0" for i in range(10))
     assert all(s.input.n == 40 for s in p.stats.values())
     assert counter.frame_count <= 4  # equal blocks share their graphs, with taps too (the first takes no gradient)
+
+
+class Turned(nn.Linear):
+    """Multiplies its weight with something else than what it is called with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Rewritten(nn.Linear):
+    """Has a forward of its own that never calls nn.Linear's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * 2, self.bias)
+
+
+class Around(Rewritten):
+    """Calls one that does not call nn.Linear's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_layers_with_a_forward_of_their_own(backend: str | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Turned(6, 4), Rewritten(5, 6), Around(6, 3))
+    x = torch.randn(7, 6, 5, requires_grad=True)
+    with probe(model, every=1, budget=None) as p:
+        train(model, 1, lambda _: (torch.compile(model, backend=backend) if backend else model)(x))
+    assert sorted(p.stats) == ["0#0", "1#0"]
+    assert p.report().unseen == ("2",)
+    turned = x.detach().transpose(1, 2).reshape(-1, 6).double().numpy()
+    assert p.stats["0#0"].input.n == p.stats["0#0"].grad_output.n == 35  # type: ignore[union-attr]
+    np.testing.assert_allclose(
+        p.stats["0#0"].input.tracker.covariance().numpy(), np.cov(turned, rowvar=False), atol=1e-5
+    )
+    assert p.stats["0#0"].grad_output.tracker.features == 4  # type: ignore[union-attr]
+    assert p.stats["1#0"].input.n == 28
+
+
+@pytest.mark.parametrize("name", ["wukong", "dcnv2", "dhen", "dlrm", "hstu", "interformer"])
+def test_model_families(name: str) -> None:
+    """Every nn.Linear that a model of the examples calls is seen, with what its own product sees."""
+    reads_history = name in ("hstu", "interformer")
+    model = build(name, "tiny", Schema(3, (11, 7, 5), 5 if reads_history else 0))
+    widths: dict[str, set[tuple[int, int]]] = {}
+    rows: Counter[str] = Counter()
+    original = nn.functional.linear
+    names = {id(m.weight): n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if id(weight) in names:
+            rows[names[id(weight)]] += x.numel() // x.shape[-1]
+            widths.setdefault(names[id(weight)], set()).add((x.shape[-1], weight.shape[0]))
+        return original(x, weight, bias)
+
+    numerics, categories = torch.randn(16, 3), torch.randint(5, (16, 3))
+    history = [torch.randint(11, (16, 5))] if reads_history else []
+    with pytest.MonkeyPatch.context() as patch, probe(model, every=1, budget=None, rows=1 << 20) as p:
+        patch.setattr(nn.functional, "linear", watched)
+        model(numerics, categories, *history).square().mean().backward()
+        p.step()
+    assert not p.report().unseen
+    assert {site.rpartition("#")[0] for site in p.stats} == set(widths)
+    for layer, seen in widths.items():
+        assert {(s.in_features, s.out_features) for site, s in p.stats.items() if site.startswith(layer + "#")} == seen
+    total: Counter[str] = Counter()
+    for site, stats in p.stats.items():
+        total[site.rpartition("#")[0]] += stats.input.n
+    assert total == rows
 
 
 def test_a_gradient_of_gradients() -> None:
@@ -278,17 +355,24 @@ def test_distributed_wrappers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
-def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None) -> None:
+@pytest.mark.filterwarnings("ignore:loka")
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "loka"])
+def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inductor chooses how a reduction is cut up by timing the choices, so that compiling a model twice may give two
+    # roundings. This makes it choose by rule.
+    monkeypatch.setattr(inductor_config, "deterministic", True)
+    how = {"backend": "loka", "options": {"table": "off"}} if mode == "loka" else {"mode": mode}
+
     def run(probed: bool) -> tuple[list[Tensor], Probe | None]:
         torch._dynamo.reset()
         model = net().cuda()
-        compiled = torch.compile(model, mode=mode) if mode else model
+        compiled = torch.compile(model, **how) if mode else model
         with probe(model, every=4, budget=None) if probed else contextlib.nullcontext() as p:
             train(model, 40, lambda x: compiled(x.cuda()))
         return values(model), p
 
     plain, _ = run(False)
+    assert same(run(False)[0], plain), "two runs without the probe differ, so that a comparison with it says nothing"
     probed, p = run(True)
     assert p is not None
     assert same(probed, plain)

@@ -1,0 +1,58 @@
+"""The program that measures what the probe costs: its logic, on the CPU and with made-up times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import probe_overhead
+from benchmarks.probe_overhead import Arm, summary
+
+
+def test_every_arm_is_run_and_a_broken_case_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "overhead.json"
+    rows = probe_overhead.main(
+        ["--device", "cpu", "--cases", "chain16", "chain-1", "wukong:tiny", "--modes", "eager", "--batch", "16",
+         "--every", "7", "--rounds", "3", "--seconds", "1000", "--out", str(out)]
+    )  # fmt: skip
+    assert [(r["case"], r["arm"]) for r in rows] == [
+        (case, arm) for case in ("chain16", "wukong:tiny") for arm in ("none", "probe", "all")
+    ]
+    written = json.loads(out.read_text())
+    assert written["rows"] == json.loads(json.dumps(rows))
+    assert list(written["failed"]) == ["chain-1 eager"]
+    assert {"device", "driver", "torch", "triton", "command"} <= set(written)
+    for row in rows:
+        assert row["rounds"] == 3
+        assert row["steps"] == 7
+        if row["arm"] == "all":  # each of three windows, every layer
+            assert row["windows"] == 3
+            layers = 4 if row["case"] == "chain16" else 15
+            assert (row["calls_taken"], row["weights_taken"]) == (3 * layers, 3 * layers)
+        if row["arm"] == "probe":  # without grace, only what the time has earned
+            assert row["calls_taken"] < 3 * 4
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("chain16", "wukong:tiny", "chain-1"))
+
+
+def test_no_time_left_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    assert not probe_overhead.main(["--device", "cpu", "--cases", "chain8", "--seconds", "0", "--out", str(out)])
+    assert set(json.loads(out.read_text())["failed"].values()) == {"no time was left"}
+
+
+def test_the_overhead_is_the_mean_of_the_rounds_ratios() -> None:
+    none, arm = Arm("none", lambda: None, None), Arm("probe", lambda: None, None)
+    none.block_s, arm.block_s = [1.0, 2.0, 1.0], [1.01, 2.04, 1.03]
+    none.step_s = [[0.1] * 10, [0.2] * 10, [0.1] * 10]
+    arm.step_s = [[0.15, *[0.1] * 9], [0.3, *[0.2] * 9], [0.15, *[0.1] * 8, 0.4]]
+    row = summary("c", "eager", arm, none, None, None)
+    assert row["overhead"] == pytest.approx(0.02)
+    # t(0.975, 2) = 4.3027; the ratios' standard deviation is 0.01
+    assert row["overhead_high"] - row["overhead"] == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4)
+    assert row["throughput_ratio"] == pytest.approx(1 / 1.02)
+    assert row["sampled_step_ms"] == pytest.approx(150)
+    assert row["worst_step_ms"] == pytest.approx(400)
+    assert row["step_ms"] == pytest.approx(100)
