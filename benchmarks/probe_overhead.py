@@ -29,7 +29,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 import loka_compile.probe
 from examples.models.wukong import Wukong, WukongConfig
 from loka_compile.jsonio import atomic_write, dumps
+from loka_compile.machine import describe, version
 from loka_compile.probe.errors import confidence_interval
 from loka_compile.probe.probe import Probe
 
@@ -237,20 +237,6 @@ HEAD = (
 )
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    """What the numbers hold for."""
-    from loka_compile.probe.quantify import _device_name, _driver
-
-    found = {"device": _device_name(device), "driver": _driver() if device.type == "cuda" else "", "cores": ""}
-    found["cores"] = str(os.cpu_count())
-    for name in ("torch", "triton", "datasketches"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
-
-
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run all cases within the time; a case that fails is reported and left out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,7 +254,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     start = time.perf_counter()
     command = "python -m benchmarks.probe_overhead " + " ".join(sys.argv[1:] if argv is None else argv)
     results: dict[str, Any] = {
-        "command": command, **machine(torch.device(options.device)),
+        "command": command, **describe(), "datasketches": version("datasketches"), "cores": os.cpu_count(),
         "batch": options.batch, "every": options.every, "rows": [], "failed": {},
     }  # fmt: skip
     print(json.dumps({k: v for k, v in results.items() if isinstance(v, str)}))

@@ -23,7 +23,7 @@ def test_every_arm_is_run_and_a_broken_case_is_reported(tmp_path: Path, capsys: 
     written = json.loads(out.read_text())
     assert written["rows"] == json.loads(json.dumps(rows))
     assert list(written["failed"]) == ["chain-1 eager"]
-    assert {"device", "driver", "torch", "triton", "command"} <= set(written)
+    assert {"gpu", "torch", "triton", "command"} <= set(written)
     for row in rows:
         assert row["rounds"] == 3
         assert row["steps"] == 7
