@@ -23,13 +23,20 @@ def template(name: str, source: str, *, persistent: bool) -> Any:
     return TritonTemplate(name=name, grid=persistent_mm_grid if persistent else mm_grid, source=source)
 
 
-def render(made: Any, name: str, inputs: Sequence[Any], layout: Any, **options: Any) -> Any:
+def render(
+    made: Any, name: str, inputs: Sequence[Any], layout: Any, *, launch_early: bool = False, **options: Any
+) -> Any:  # fmt: skip
     """The lowered result of the template with one fixed configuration.
+
+    ``launch_early`` launches the kernel while the one before it still runs (programmatic dependent launch): its source
+    must then wait before it reads. Inductor's own switch, ``triton.enable_pdl``, leaves templates out.
 
     Raises:
         NotImplementedError: the template cannot be generated for these inputs.
     """
     choices: list[Any] = []
+    if launch_early:
+        options["triton_meta"] = {"launch_pdl": True}
     error = made.maybe_append_choice(choices, input_nodes=tuple(inputs), layout=layout, **options)
     if error is not None:
         raise error
@@ -123,3 +130,10 @@ def shared_memory(device: torch.device) -> int:
         return 232_448
     # HIP's properties lack it (torch 2.11 to 2.14); 64 kB is what its GPUs have.
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65_536))
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels may start before the one in front has ended; also where there is no GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -28,7 +28,9 @@ BLOCK_M, WARPS = 32, 8
 def _backward_kernel(
     G, Y, RSTD, DX, AMAX, XT, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_XT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    dev.wait(PDL)
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -74,6 +76,6 @@ def block_norm_backward(
     xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=grad.device)
     _backward_kernel[grid](
         grad, y, rstd, dx, amax, xt.view(torch.uint8), m, n, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm,
-        ACT=hardswish, WRITE_XT=with_xt, num_warps=WARPS, num_stages=1,
+        ACT=hardswish, WRITE_XT=with_xt, num_warps=WARPS, num_stages=1, **dev.early(grad.device),
     )  # fmt: skip
     return dx, amax, xt

@@ -33,8 +33,9 @@ def _cast_tile(
 @triton.jit
 def _cast_transpose_kernel(
     X, PARTS, Q, QT, SCALE, M, N, count, LIMIT: tl.constexpr, FLOOR: tl.constexpr, CHUNK: tl.constexpr,
-    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    dev.wait(PDL)
     pid = tl.program_id(0)
     grid_n = tl.cdiv(N, BLOCK_N)
     amax = dev.amax_of(PARTS, count, FLOOR, CHUNK)
@@ -61,15 +62,16 @@ def cast_transpose(
     _cast_transpose_kernel[grid](
         x, parts, q, qt, scale, m, n, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
         CHUNK=max(32, min(1024, triton.next_power_of_2(max(count, 1)))), WRITE_Q=with_q, WRITE_QT=with_qt,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1, **dev.early(x.device),
     )  # fmt: skip
     return q, qt, scale
 
 
 @triton.jit
 def _amax_weights_kernel(
-    XS, PARTS, starts, ms, ns, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    XS, PARTS, starts, ms, ns, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    dev.wait(PDL)
     pid = tl.program_id(0)
     for i in tl.static_range(COUNT):
         if (pid >= starts[i]) & (pid < starts[i + 1]):
@@ -87,8 +89,9 @@ def _amax_weights_kernel(
 @triton.jit
 def _cast_weights_kernel(
     XS, QS, QTS, PARTS, SCALES, starts, ms, ns, COUNT: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    dev.wait(PDL)
     pid = tl.program_id(0)
     for i in tl.static_range(COUNT):
         if (pid >= starts[i]) & (pid < starts[i + 1]):
@@ -134,6 +137,7 @@ def quantize_weights(
         scale = tuple(torch.empty((), dtype=torch.float32, device=w.device) for w in ws)
         ms, ns = tuple(w.shape[0] for w in ws), tuple(w.shape[1] for w in ws)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+        blocks |= dev.early(ws[0].device)
         grid = (starts[-1],)
         _amax_weights_kernel[grid](ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
         _cast_weights_kernel[grid](

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+
+
+def early(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch that begins while the kernel in front ends (programmatic dependent launch), where that can
+    be: on sm_90 and later. Its kernel must call :func:`wait` before it touches memory."""
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait for the kernel in front, and let the next one begin once all programs of this one run."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

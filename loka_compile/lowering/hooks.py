@@ -24,6 +24,7 @@ from loka_compile.lowering.decompose import check_lowered, decompose, decompose_
 from loka_compile.lowering.fused.forward import fuse
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
+from loka_compile.lowering.zero_gradients import share_zero_gradients
 from loka_compile.plan import Plan
 from loka_compile.report import Report
 
@@ -113,6 +114,8 @@ class PostGradPass(CustomGraphPass):
         if low.config.fuse:
             fuse(graph, low.report)
         decompose(graph)
+        if half == "backward":
+            share_zero_gradients(graph)
         check_lowered(graph)
         _finish(graph)
         _keep(low.report, half, graph)

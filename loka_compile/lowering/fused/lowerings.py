@@ -47,9 +47,10 @@ def lower_gemm_block_norm(
     )
     rstd = inductor.empty([m, ops.blocks_of(n, block)] if with_rstd else [0], torch.float32, device)
     inputs = [a, b, *scales, *([rstd] if with_rstd else [])]
+    early = inductor.launches_early(device)
     y = inductor.render(
         made, "loka_gemm_block_norm", inputs, inductor.output_layout(device, out_dtype, [m, n]),
-        mutated_inputs=[rstd] if with_rstd else None,
+        mutated_inputs=[rstd] if with_rstd else None, launch_early=early, PDL=early,
         SCALING=_scaling(scales), WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=inductor.multiprocessors(device),
         EVEN_N=inductor.multiple_of(n, options["BLOCK_N"]), EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]),
         ACC_TYPE="tl.float32", **options,

@@ -23,6 +23,15 @@ _ARGUMENTS = """\
     width = GROUP_M * grid_n
 """
 
+# Programmatic dependent launch: the kernel starts while the one before it ends, and waits here before it reads. The
+# next kernel may start as soon as all programs of this one run.
+_WAIT = """\
+    {% if PDL %}
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    {% endif %}
+"""
+
 _POINTERS = """\
     offs_m = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
     offs_n = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
@@ -110,6 +119,7 @@ def _indent(text: str, width: int) -> str:
 #: One program per tile, operands by pointer: any strides, any alignment.
 TILED = (
     _ARGUMENTS
+    + _WAIT
     + "    tile = tl.program_id(0).to(INDEX_DTYPE)\n"
     + _indent(_ORDER, 4)
     + _POINTERS
@@ -122,6 +132,7 @@ TILED = (
 PERSISTENT = (
     _ARGUMENTS
     + _DESCRIPTORS
+    + _WAIT
     + "    for tile in tl.range(tl.program_id(0).to(INDEX_DTYPE), grid_m * grid_n, NUM_SMS, flatten=True):\n"
     + _indent(_ORDER, 8)
     + _TMA_LOOP
