@@ -1,4 +1,4 @@
-"""The command ``loka``: look at tables and plans. No torch import."""
+"""The command ``loka``: look at tables and plans, measure kernels. No torch import."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from loka_compile import plan as plans
+from loka_compile.bench.command import bench
 from loka_compile.errors import CorruptFileError, LokaError
 from loka_compile.plan import Decision, Plan, make_plan
 from loka_compile.table import Header, Measurement, Table
 
-app = typer.Typer(name="loka", help="FP8 for recommendation models: tables and plans.", no_args_is_help=True)
+app = typer.Typer(name="loka", help="FP8 for recommendation models: tables, plans, measurements.", no_args_is_help=True)
 table_app = typer.Typer(help="Tables: what was measured.", no_args_is_help=True)
 plan_app = typer.Typer(help="Plans: which kernel every GEMM gets, and why.", no_args_is_help=True)
 app.add_typer(table_app, name="table")
 app.add_typer(plan_app, name="plan")
+app.command("bench")(bench)
 
 File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A table file.")]
 PlanFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A plan file, or a table to plan from.")]
@@ -236,3 +238,7 @@ def _complaints() -> Iterator[None]:
 def _fail(text: str) -> None:
     Console(stderr=True).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
     raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

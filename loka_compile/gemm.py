@@ -69,6 +69,8 @@ ROWWISE_FAST = Recipe("rowwise_fast", Scaling.ROWWISE, Scaling.ROWWISE, fast_acc
 BLOCKWISE = Recipe("blockwise", Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 #: Both operands in 1x128 blocks along the batch (grad_weight).
 BLOCKWISE_1X128 = Recipe("blockwise_1x128", Scaling.BLOCK_1X128, Scaling.BLOCK_1X128)
+#: Both operands in 128x128 blocks: one quantisation of a tensor serves all of its GEMMs by byte transposes.
+BLOCKWISE_128X128 = Recipe("blockwise_128x128", Scaling.BLOCK_128X128, Scaling.BLOCK_128X128)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka_compile.errors import UnknownNameError
-from loka_compile.gemm import Gemm, Recipe, Role, Scaling
+from loka_compile.gemm import BLOCKWISE_128X128, Gemm, Recipe, Role, Scaling
 from loka_compile.lowering.quantize import Quantized, quantize
 
 __all__ = [
@@ -30,9 +30,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ALL_ROLES = frozenset(Role)
-
-#: Both operands in 128x128 blocks: one quantisation of a tensor serves all of its GEMMs by byte transposes.
-BLOCKWISE_128X128 = Recipe("blockwise_128x128", Scaling.BLOCK_128X128, Scaling.BLOCK_128X128)
 
 #: Kernel libraries index with 32-bit integers.
 _MAX_ELEMENTS = 2**31

@@ -1,0 +1,164 @@
+"""Work for the CPU before and beside the timing: self-tests, and compiling what compiles at its first use.
+
+In processes of their own, because neither Dynamo nor a library's JIT runs in parallel within one. What they compile
+lands in the caches on disk (Inductor's, Triton's, the library's), where the timing process finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, Pool
+
+import torch
+
+from loka_compile.bench.workload import Operand
+from loka_compile.gemm import Gemm, Role
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """A kernel's numeric test in one role."""
+
+    provider: str
+    recipe: str
+    role: Role
+
+    def run(self) -> str | None:
+        """None, or the reason why the kernel must not be used."""
+        from loka_compile.lowering.selftest import self_test
+
+        return self_test(self.provider, self.recipe, self.role)
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """Call a kernel once at a shape, so that its library compiles it."""
+
+    provider: str
+    recipe: str
+    gemm: Gemm
+
+    def run(self) -> str | None:
+        """None; a kernel that raises is reported where it is timed."""
+        from loka_compile.bench.operands import Operands
+        from loka_compile.lowering.providers import get_provider
+
+        provider = get_provider(self.provider)
+        recipe, gemm, dtype = provider.recipe(self.recipe), self.gemm, torch.float8_e4m3fn
+        operands = Operands(torch.device("cuda"), max(gemm.m, gemm.n) * gemm.k + 1024)
+        a = operands.quantized(gemm.m, gemm.k, recipe.a, dtype)
+        b = operands.quantized(gemm.n, gemm.k, recipe.b, dtype)
+        provider.compute(a, b, recipe, getattr(torch, gemm.dtype))
+        torch.cuda.synchronize()
+        return None
+
+
+@dataclass(frozen=True)
+class CompileQuantizer:
+    """Compile a quantiser without running it: Triton's tuning runs must not meet the timing."""
+
+    operand: Operand
+
+    def run(self) -> str | None:
+        """None."""
+        from loka_compile.bench.arms import quantizer
+
+        x = torch.empty(
+            self.operand.rows, self.operand.columns, dtype=getattr(torch, self.operand.dtype), device="cuda"
+        )
+        compile_only(quantizer(self.operand), x)
+        return None
+
+
+Job = SelfTest | FirstCall | CompileQuantizer
+
+
+class _CompiledError(Exception):
+    """Thrown instead of running what was compiled."""
+
+
+def compile_only(function: Callable[..., object], *inputs: torch.Tensor) -> None:
+    """Compile ``function`` for these inputs with Inductor into the caches, without a launch."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compile_fx(gm, example_inputs)
+
+        def stop(*_: object) -> object:
+            raise _CompiledError
+
+        return stop
+
+    torch.compiler.reset()
+    try:
+        with torch.no_grad():
+            torch.compile(function, backend=backend, dynamic=False, fullgraph=True)(*inputs)
+    except _CompiledError:
+        return
+    raise RuntimeError("the compiled function was not called")
+
+
+def configure() -> None:
+    """What timing and compiling processes have in common, so that their cache keys agree."""
+    import torch._inductor.config
+
+    # The parallelism is between the processes.
+    torch._inductor.config.compile_threads = 1
+    torch.set_float32_matmul_precision("high")
+
+
+def _run(job: Job) -> str | None:
+    try:
+        return job.run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        # Many processes share one GPU's memory.
+        torch.cuda.empty_cache()
+
+
+class Preparation:
+    """Processes that work through jobs in order, in the background; leaving the ``with`` block stops them.
+
+    Args:
+        workers: number of processes; 0 prepares nothing, and nothing is waited for.
+        jobs: what to do.
+    """
+
+    def __init__(self, workers: int, jobs: Sequence[Job]) -> None:
+        self._pool: Pool | None = None
+        self._results: dict[Job, AsyncResult[str | None]] = {}
+        if workers > 0 and jobs:
+            self._pool = multiprocessing.get_context("spawn").Pool(min(workers, len(jobs)), initializer=configure)
+            for job in dict.fromkeys(jobs):
+                self._results[job] = self._pool.apply_async(_run, (job,))
+
+    def __enter__(self) -> Preparation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+
+    def wait(self, jobs: Sequence[Job], seconds: float) -> None:
+        """Until these jobs are done, but no longer than ``seconds``."""
+        limit = time.monotonic() + seconds
+        for job in jobs:
+            if job in self._results:
+                self._results[job].wait(max(0.0, limit - time.monotonic()))
+
+    def done(self, job: Job) -> bool:
+        """Whether the job is finished, well or not; True for one that was never given."""
+        return job not in self._results or self._results[job].ready()
+
+    def answer(self, job: Job) -> str | None:
+        """What a finished job found wrong; None if nothing, or if it is not finished."""
+        result = self._results.get(job)
+        return result.get() if result is not None and result.ready() else None
