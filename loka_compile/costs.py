@@ -149,7 +149,7 @@ class CostTable:
         numbered = list(enumerate(text.splitlines(), start=1))
         meta = {}
         for _, line in numbered:
-            match = re.match(r"#\s*([a-z_]+):\s*(.*)", line)
+            match = re.match(r"#\s*([a-z_-]+):\s*(.*)", line)
             if match:
                 meta[match.group(1)] = match.group(2)
         body = [(number, line) for number, line in numbered if line.strip() and not line.startswith("#")]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 import time
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loka_compile import machine
 from loka_compile.bench import workload
 from loka_compile.bench.records import Records
 from loka_compile.errors import ConfigError, LokaError, UnknownNameError
@@ -107,22 +105,13 @@ def header() -> dict[str, str]:
     """What a file of measurements says of where it comes from: device, versions of everything installed, method."""
     import torch
 
-    from loka_compile.lowering.providers import PROVIDERS, get_provider
-
-    versions = {name: get_provider(name).version() for name, *_ in PROVIDERS}
-
-    properties = torch.cuda.get_device_properties(0)
     found = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": _driver(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "",
-        "triton": _version("triton"),
+        **machine.describe(),
         "python": platform.python_version(),
-        "libraries": "; ".join(f"{name} = {v}" for name, v in versions.items() if v and not v.startswith("torch ")),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "method": METHOD,
     }
+    properties = torch.cuda.get_device_properties(0)
     clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     if clock and width:
         # kHz, two transfers per clock; bits.
@@ -171,23 +160,3 @@ def _cores() -> int:
     import os
 
     return os.cpu_count() or 1
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _driver() -> str:
-    """Version of the GPU's driver, or "" where nvidia-smi cannot tell."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout.strip().splitlines()[0]

@@ -107,7 +107,7 @@ class Records:
         if not text.endswith("\n"):
             text = text[: text.rfind("\n") + 1]
             self.path.write_text(text, encoding="utf-8")
-        found = dict(re.findall(r"^# *([a-z_]+): *(.*)$", text, re.MULTILINE))
+        found = dict(re.findall(r"^# *([a-z_-]+): *(.*)$", text, re.MULTILINE))
         differing = [n for n in _IDENTITY if found.get(n, "") != header.get(n, "")]
         if differing:
             pairs = "; ".join(f"{n} was {found.get(n, '')!r}, is {header.get(n, '')!r}" for n in differing)
