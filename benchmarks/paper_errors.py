@@ -1,4 +1,4 @@
-"""Tables II and V and figure 6 of the LoKA paper, with our numbers beside the paper's (issue 3).
+r"""Tables II and V and figure 6 of the LoKA paper, with our numbers beside the paper's (issue 3).
 
     python -m benchmarks.paper_errors --out benchmarks/results/paper                         # a CPU, five minutes
     python -m benchmarks.paper_errors --size h200 --device cuda --batch 4096 --steps 1200 --every 20 --rows 256 \
