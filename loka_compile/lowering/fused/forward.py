@@ -17,7 +17,7 @@ from torch import fx
 
 from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs, lowerings
-from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, arg, copy_meta, dtype_of, emit, is_call, result
+from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, arg, copy_meta, dtype_of, emit, is_call, result, shape_to_view
 from loka_compile.lowering.roles import site_of
 from loka_compile.report import Report
 
@@ -28,7 +28,6 @@ aten = torch.ops.aten
 MAX_BLOCK = 256
 #: Narrowest last block (issue 5): below it the mean of squares is taken over too few values.
 MIN_LAST_BLOCK = 128
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _product_of(norm: fx.Node) -> Product | None:
             if bias is not None or scale_result is not None or node.kwargs:
                 return None
             return Product(node, tuple(path), a, b, scale_a, scale_b, bool(fast))
-        keeps_rows = is_call(node, *_VIEWS) and arg(node, 0).meta["val"].shape[-1] == width
+        keeps_rows = is_call(node, *VIEWS) and arg(node, 0).meta["val"].shape[-1] == width
         if not (is_call(node, *CONVERT, *ALIAS) or keeps_rows):
             return None
         node = arg(node, 0)
@@ -125,6 +124,8 @@ def _refusal(norm: fx.Node, product: Product) -> str:
         return reason
     if any(len(node.users) > 1 for node in product.path):
         return "the GEMM's result is read by others as well"
+    if shape_to_view(norm.meta["val"][0].shape) is None:
+        return "more than one of its sizes changes from call to call"
     operand = dtype_of(product.a)
     if operand not in (*FP8, torch.bfloat16, torch.float16):
         return f"{operand} operands have no fused kernel"
@@ -201,7 +202,8 @@ def _split(graph: fx.Graph, norm: fx.Node, product: Product, operands: tuple[fx.
 def _reshaped(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
     if node.meta["val"].dim() == like.dim():
         return node
-    new = graph.call_function(aten.view.default, (node, list(like.shape)))
+    # Not the shape itself: a symbolic size must not stand in a graph's arguments.
+    new = graph.call_function(aten.reshape.default, (node, shape_to_view(like.shape)))
     return copy_meta(new, node, like)
 
 

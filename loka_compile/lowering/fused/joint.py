@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,9 +23,12 @@ from loka_compile.lowering.fused.match import (
     Quantise,
     arg,
     emit,
+    flat_shape,
     is_call,
     quantisations,
     result,
+    rows,
+    shape_to_view,
     sort_topologically,
     strip,
 )
@@ -61,13 +65,13 @@ def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Rep
     assert isinstance(y, fx.Node)
     assert isinstance(block, int)
     value = norm.meta["val"]
-    consumers = [q for q in found if q.source is norm and q.factor is None]
+    consumers = [q for q in found if rows(q.source) is norm and q.factor is None]
     activation = _hardswish_backward(grad, y)
     inputs = [q for q in found if _is_activation_of(q, y)] if activation is not None else []
     copies = [copy for q in inputs for copy in q.transposes() if copy.meta.get("partitioner_tag") == "is_backward"]
     reason = on_this_device(value) or block_refusal(value.shape[-1], block)
-    if not reason and value.dim() != 2:
-        reason = f"its gradient has {value.dim()} dimensions"
+    if not reason and shape_to_view(value.shape) is None:
+        reason = f"more than one size of its gradient {list(value.shape)} changes"
     if not reason and not consumers and not copies:
         reason = "no FP8 GEMM reads its gradient or its activation"
     if reason:
@@ -77,11 +81,12 @@ def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Rep
     with graph.inserting_before(norm):
         dx, amax, xt = emit(
             graph, norm, torch.ops.loka.block_norm_backward_amax.default,
-            (source, strip(y), rstd, block, activation is not None, bool(copies)),
+            (*(_flat(graph, n) for n in (source, strip(y), rstd)), block, activation is not None, bool(copies)),
         )  # fmt: skip
         for dtype in dict.fromkeys(q.dtype for q in consumers):
             _cast(graph, norm, dx, amax, dtype, [q for q in consumers if q.dtype == dtype])
-    norm.replace_all_uses_with(dx)
+        shaped = _viewed(graph, dx, shape_to_view(value.shape)) if value.dim() != 2 else dx
+    norm.replace_all_uses_with(shaped)
     for copy in copies:
         copy.replace_all_uses_with(xt)
     words = "HardSwish' + BlockNorm'" if activation is not None else "BlockNorm'"
@@ -89,6 +94,16 @@ def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Rep
     second = ", FP8 gradient in both layouts in a second" if consumers else ""
     report.fusions.append(f"{name}: {words} + amax{extra} in one kernel{second}")
     return 1
+
+
+def _flat(graph: fx.Graph, node: Any) -> fx.Node:
+    """[..., N] as [M, N]."""
+    return node if node.meta["val"].dim() == 2 else _viewed(graph, node, flat_shape(node.meta["val"].shape))
+
+
+def _viewed(graph: fx.Graph, node: fx.Node, sizes: list[int] | None) -> fx.Node:
+    (view,) = emit(graph, node, aten.reshape.default, (node, sizes))
+    return view
 
 
 def _cast(
@@ -113,7 +128,7 @@ def _hardswish_backward(grad: fx.Node, y: fx.Node) -> fx.Node | None:
     node = grad
     while node is strip(node) or len(node.users) == 1:
         if is_call(node, aten.hardswish_backward.default):
-            same = strip(arg(node, 1)) is strip(y)
+            same = rows(arg(node, 1)) is rows(y)
             return node if same and len(node.users) == 1 else None
         if node is strip(node):
             return None
@@ -126,8 +141,8 @@ def _is_activation_of(q: Quantise, y: fx.Node) -> bool:
     return (
         q.factor == 16.0
         and q.dtype == ops.FP8
-        and is_call(q.source, aten.hardswish.default)
-        and strip(arg(q.source, 0)) is strip(y)
+        and is_call(rows(q.source), aten.hardswish.default)
+        and rows(arg(rows(q.source), 0)) is rows(y)
     )
 
 
@@ -185,7 +200,7 @@ def quantised_by_fusion(matmul: MatMul) -> set[str]:
     if matmul.role is not Role.GRAD_WEIGHT:
         if matmul.b.base.op == "placeholder":
             found.add("weight")
-    elif _bounded_activation(strip(matmul.b.base)):
+    elif _bounded_activation(rows(matmul.b.base)):
         found.add("input")
     if matmul.role is not Role.FORWARD and _follows_block_norm_backward(matmul.a.base):
         found.add("grad_output")
@@ -195,12 +210,12 @@ def quantised_by_fusion(matmul: MatMul) -> set[str]:
 def _bounded_activation(node: fx.Node) -> bool:
     if not is_call(node, aten.hardswish.default):
         return False
-    norm = strip(arg(node, 0))
+    norm = rows(arg(node, 0))
     return norm.target is operator.getitem and is_call(arg(norm, 0), torch.ops.loka.block_norm.default)
 
 
 def _follows_block_norm_backward(node: fx.Node) -> bool:
-    source = strip(node)
-    if not is_call(source, torch.ops.loka.block_norm_backward.default) or source.meta["val"].dim() != 2:
+    source = rows(node)
+    if not is_call(source, torch.ops.loka.block_norm_backward.default):
         return False
     return not block_refusal(source.meta["val"].shape[-1], int(arg(source, 3)))

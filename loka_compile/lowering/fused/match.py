@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -15,6 +15,7 @@ aten = torch.ops.aten
 CONVERT = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 ALIAS = (aten.alias.default, aten.detach.default)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
@@ -38,6 +39,25 @@ def strip(node: Any, *targets: Any) -> fx.Node:
     while is_call(node, *CONVERT, *ALIAS, *targets) and dtype_of(node) not in FP8:
         node = node.args[0]
     return cast(fx.Node, node)
+
+
+def rows(node: Any) -> fx.Node:
+    """The value behind casts, aliases and views that only group the rows of [..., N] differently."""
+    node = strip(node)
+    while is_call(node, *VIEWS) and node.meta["val"].shape[-1:] == arg(node, 0).meta["val"].shape[-1:]:
+        node = strip(arg(node, 0))
+    return cast(fx.Node, node)
+
+
+def flat_shape(shape: Sequence[Any]) -> list[Any]:
+    """Sizes to view a tensor [..., N] as [M, N] with."""
+    return [-1, shape[-1]]
+
+
+def shape_to_view(shape: Sequence[Any]) -> list[Any] | None:
+    """Sizes to view a tensor with that has as many elements as ``shape``: -1 stands for a moving one; None if two move."""
+    moving = [size for size in shape if not isinstance(size, int)]
+    return None if len(moving) > 1 else [size if isinstance(size, int) else -1 for size in shape]
 
 
 def result(node: fx.Node, index: int) -> fx.Node | None:
