@@ -47,16 +47,17 @@ class Timer(Protocol):
 class GraphTimer:
     """On a CUDA device. All graphs share one memory pool, so that thousands of them do not allocate."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
+        self._device = device
         self._renew()
 
     def _renew(self) -> None:
         """A capture that fails leaves its pool and stream in a state that no other capture gets along with."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=self._device)
         # A pool dies with its last graph; this one keeps it.
-        self._anchor = self._capture([lambda: torch.zeros(1, device="cuda")])
+        self._anchor = self._capture([lambda: torch.zeros(1, device=self._device)])
 
     def _capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         """``torch.cuda.graph`` would give all cached memory back to the driver every time."""

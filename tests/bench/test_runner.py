@@ -18,6 +18,9 @@ from loka_compile.lowering.providers import get_provider
 from loka_compile.lowering.quantize import quantize
 
 L2 = 1 << 16
+rowwise = pytest.mark.skipif(
+    bool(get_provider("torch").supported(ROWWISE, "cpu")), reason="torch < 2.13 has no rowwise scaled_mm on a CPU"
+)
 HEADER = {"gpu": "none", "driver": "", "torch": "x", "triton": ""}
 
 
@@ -72,6 +75,7 @@ def eager_quantizers(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
+@rowwise
 def test_everything_is_measured_once(tmp_path, layers):
     timer = FakeTimer()
     outcome = bench(tmp_path / "h.csv", layers, timer).run()
@@ -111,6 +115,7 @@ def test_quantisers_get_their_share_of_a_short_budget(tmp_path, layers):
     assert True in kinds
 
 
+@rowwise
 def test_a_broken_arm_is_reported_and_does_not_stop_the_others(tmp_path, layers):
     outcome = bench(tmp_path / "h.csv", layers, FakeTimer(fails=["tensorwise_fast"])).run()
     assert set(outcome.broken.values()) == {"RuntimeError: no luck"}
@@ -123,6 +128,7 @@ def test_a_broken_arm_is_reported_and_does_not_stop_the_others(tmp_path, layers)
     assert not any("tensorwise_fast" in name for group in again.groups for name in group)
 
 
+@rowwise
 def test_a_lost_device_ends_the_process_and_the_next_goes_on_after_it(tmp_path, layers):
     with pytest.raises(DeviceLostError):
         bench(
@@ -134,6 +140,7 @@ def test_a_lost_device_ends_the_process_and_the_next_goes_on_after_it(tmp_path, 
     assert records.broken == {kernel_key(Gemm("", Role.FORWARD, 64, 256, 128), "torch", "rowwise"): "illegal address"}
 
 
+@rowwise
 def test_what_failed_its_self_test_or_was_not_compiled_in_time_is_not_timed(tmp_path, layers, monkeypatch):
     class Half(Preparation):
         def __init__(self, workers, jobs):
@@ -186,7 +193,9 @@ def test_baselines_have_the_layouts_of_their_role():
     assert seen == [[(64, 1), (1, 64)], [(64, 1), (48, 1)], [(1, 32), (48, 1)]]
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("torch", ROWWISE), ("torch", TENSORWISE), ("deepgemm", BLOCKWISE)])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [pytest.param("torch", ROWWISE, marks=rowwise), ("torch", TENSORWISE), ("deepgemm", BLOCKWISE)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernel_calls_run_the_kernel_alone(name, recipe, dtype):
     """They give what compute gives, from operands of their own, and nothing but the kernel (and a cast) runs."""
