@@ -16,7 +16,7 @@ from loka_compile.gemm import Gemm, Role, Scaling
 COLUMNS = ("group", "layer", "M_batch", "K_in", "N_out")
 SCALINGS = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 #: Operands that differ by less than this factor in both sizes say little new about a quantiser.
-APART = 2.0
+APART = 3.0
 
 
 @dataclass(frozen=True)
