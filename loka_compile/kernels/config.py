@@ -22,6 +22,8 @@ class GemmConfig:
     persistent: bool = False
     #: Read and write the epilogue's matrices by descriptors as well.
     tma_epilogue: bool = False
+    #: Parts that the contraction is cut into, where a kernel can: more programs for an output of few tiles.
+    splits: int = 1
 
     def fitting(self, itemsize: int, out_itemsize: int, shared_memory: int) -> GemmConfig:
         """This configuration with as many stages as fit into ``shared_memory`` bytes, and at least two.

@@ -36,28 +36,42 @@ def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl
 
 
 @triton.jit
+def _in_blocks(product, SA, SB, rm, rn, k, row_a, step_a, row_b, step_b, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr):
+    """A partial product over K-block k times its scales: of ROWS_A rows of A and ROWS_B rows of B each."""
+    sa = tl.load(SA + (rm // ROWS_A) * row_a + k * step_a)
+    sb = tl.load(SB + (rn // ROWS_B) * row_b + k * step_b)
+    return product * sa[:, None] * sb[None, :]
+
+
+@triton.jit
 def accumulate(
     A, B, pid_m, pid_n, first, last, M, N, K, stride_a, stride_b,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    SA=None, SB=None, row_a=0, step_a=0, row_b=0, step_b=0, ROWS_A: tl.constexpr = 0, ROWS_B: tl.constexpr = 0,
 ):  # fmt: skip
     """fp32 tile of ``A[M, K] @ B[N, K].T`` over the K-blocks first to last - 1; both operands hold K contiguously.
 
     With TMA, A and B are tensor descriptors (which read zeros out of bounds), else pointers. Rows and columns past the
-    end repeat valid ones; the caller masks what it stores.
+    end repeat valid ones; the caller masks what it stores. Without FAST, sums are promoted to fp32 after each K-block.
+
+    ROWS_A > 0: the operands are scaled in blocks of BLOCK_K by SA [ceil(M/ROWS_A), ceil(K/BLOCK_K)] and SB likewise;
+    row_a and step_a are SA's strides. Sums are then always promoted.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    rm = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
+    rn = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
     if TMA:
         for k in range(first, last):
             a = A.load([pid_m * BLOCK_M, k * BLOCK_K])
             b = B.load([pid_n * BLOCK_N, k * BLOCK_K])
-            if FAST:
+            if ROWS_A > 0:
+                acc += _in_blocks(tl.dot(a, b.T), SA, SB, rm, rn, k, row_a, step_a, row_b, step_b, ROWS_A, ROWS_B)
+            elif FAST:
                 acc = tl.dot(a, b.T, acc)
             else:
                 acc += tl.dot(a, b.T)
     else:
-        rm = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
-        rn = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
         rk = first * BLOCK_K + tl.arange(0, BLOCK_K)
         a_ptr = A + rm.to(tl.int64)[:, None] * stride_a + rk[None, :]
         b_ptr = B + rn.to(tl.int64)[None, :] * stride_b + rk[:, None]
@@ -69,7 +83,9 @@ def accumulate(
                 left = K - (k - first) * BLOCK_K
                 a = tl.load(a_ptr, mask=rk[None, :] < left, other=0.0)
                 b = tl.load(b_ptr, mask=rk[:, None] < left, other=0.0)
-            if FAST:
+            if ROWS_A > 0:
+                acc += _in_blocks(tl.dot(a, b), SA, SB, rm, rn, k, row_a, step_a, row_b, step_b, ROWS_A, ROWS_B)
+            elif FAST:
                 acc = tl.dot(a, b, acc)
             else:
                 acc += tl.dot(a, b)

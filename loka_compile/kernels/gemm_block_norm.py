@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.config import GemmConfig
+from loka_compile.kernels.scaled_gemm import can_use_tma
 
 
 @triton.jit
@@ -80,11 +81,6 @@ def _kernel(
 def norm_tile(n: int, block: int) -> int:
     """Columns that one reduction of the kernels covers: the block, or the whole row (rounded up) when N is narrower."""
     return min(block, triton.next_power_of_2(n))
-
-
-def can_use_tma(*operands: Tensor) -> bool:
-    """Descriptors need rows that start on 16 bytes."""
-    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in operands)
 
 
 def launch(

@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 
+from loka_compile.errors import LoweringError
 from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Role
 from loka_compile.lowering.providers import deepgemm, get_provider
 from loka_compile.lowering.quantize import dequantize, quantize
@@ -140,6 +141,24 @@ def test_weight_gradients_keep_fp32(pretended):
     assert out.dtype == torch.float32
     left, right = (dequantize(quantize(x, BLOCKWISE_1X128.a, transpose=True), BLOCKWISE_1X128.a) for x in (a, b))
     torch.testing.assert_close(out, left @ right.t(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_1X128], ids=lambda r: r.name)
+def test_no_first_call_during_a_capture(pretended, monkeypatch, recipe):
+    monkeypatch.setattr(deepgemm, "CALLED", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    a, b = torch.randn(16, 128, dtype=torch.bfloat16), torch.randn(8, 128, dtype=torch.bfloat16)
+
+    def call():
+        return PROVIDER.gemm(a, False, b, False, recipe, torch.bfloat16)
+
+    with pytest.raises(LoweringError, match="16x8x128.*call the model once"):
+        call()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    expected = call()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(call(), expected)
 
 
 def test_empty_without_the_library():

@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from loka_compile.gemm import BLOCKWISE, Gemm, Role
+from loka_compile.gemm import BLOCKWISE, BLOCKWISE_128X128, Gemm, Role
 from loka_compile.lowering.providers import get_provider, mslk
-from loka_compile.lowering.providers.base import BLOCKWISE_128X128, Quantized
+from loka_compile.lowering.providers.base import Quantized
 from loka_compile.lowering.quantize import dequantize, quantize
 
 PROVIDER = get_provider("fbgemm")
@@ -23,7 +23,8 @@ def gemm(m=256, n=256, k=256, role=Role.FORWARD, **more):
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch):
+    monkeypatch.setattr(mslk, "_FOUND", {})
     mslk.load.cache_clear()
     yield
     mslk.load.cache_clear()
@@ -94,8 +95,11 @@ def test_what_the_process_has_loaded_wins(packages, monkeypatch):
     write_package(packages / "fbgemm_gpu", "experimental", "")
     write_package(packages / "fbgemm_gpu" / "experimental", "gen_ai", "")
     __import__("fbgemm_gpu.experimental.gen_ai")
-    monkeypatch.setattr(mslk, "_missing_ops", lambda namespace: None)
-    assert mslk.load() == ("fbgemm", None)
+    with torch.library._scoped_library("fbgemm", "FRAGMENT") as library:
+        for op in mslk._OPS:
+            library.define(f"{op}(Tensor x) -> Tensor")
+        assert mslk.load() == ("fbgemm", None)
+        assert mslk._op("f8f8bf16_rowwise") is torch.ops.fbgemm.f8f8bf16_rowwise.default
     assert "mslk" not in sys.modules
 
 

@@ -23,7 +23,8 @@ def gemm(m=256, n=256, k=256, role=Role.FORWARD, **more):
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch):
+    monkeypatch.setattr(torchao, "_FOUND", {})
     torchao.load.cache_clear()
     yield
     torchao.load.cache_clear()
@@ -45,6 +46,21 @@ def test_missing_old_and_broken(monkeypatch):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
         torchao.load.cache_clear()
         assert reason in torchao.load()
+
+
+def pretend(monkeypatch, **functions):
+    """torchao 0.18 with these kernels."""
+    module = types.ModuleType("kernels")
+    vars(module).update(functions)
+    for name in ("torchao", "torchao.prototype", "torchao.prototype.blockwise_fp8_training"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, torchao._MODULE, module)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.0")
+
+
+def test_a_version_without_the_kernels(monkeypatch):
+    pretend(monkeypatch, triton_fp8_gemm_1x128_128x128=None)
+    assert torchao.load() == "torchao 0.18.0 lacks triton_fp8_gemm_1x128_128x1: version not supported"
 
 
 def column_major(t):
@@ -79,9 +95,8 @@ def gemm_128x1(a, b, a_s, b_s, block_size, out_dtype):
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_1X128], ids=lambda r: r.name)
 @pytest.mark.parametrize(("m", "n", "k"), [(256, 512, 384), (256, 256, 128)])
 def test_calling_convention(monkeypatch, recipe, transposed_a, transposed_b, m, n, k):
-    module = types.ModuleType("kernels")
-    module.triton_fp8_gemm_1x128_128x128, module.triton_fp8_gemm_1x128_128x1 = gemm_128x128, gemm_128x1
-    monkeypatch.setitem(sys.modules, torchao._MODULE, module)
+    pretend(monkeypatch, triton_fp8_gemm_1x128_128x128=gemm_128x128, triton_fp8_gemm_1x128_128x1=gemm_128x1)
+    assert torchao.load() is None
     a = torch.randn((k, m) if transposed_a else (m, k), dtype=torch.bfloat16)
     b = torch.randn((k, n) if transposed_b else (n, k), dtype=torch.bfloat16)
     out = PROVIDER.gemm(a, transposed_a, b, transposed_b, recipe, torch.float32)

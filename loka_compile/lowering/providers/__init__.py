@@ -18,6 +18,7 @@ PROVIDERS = (
     ("fbgemm", "loka_compile.lowering.providers.mslk", "Mslk"),
     ("deepgemm", "loka_compile.lowering.providers.deepgemm", "DeepGemm"),
     ("torchao", "loka_compile.lowering.providers.torchao", "TorchAO"),
+    ("triton", "loka_compile.lowering.providers.triton_gemm", "TritonGemm"),
     ("emulated", "loka_compile.lowering.providers.emulated", "Emulated"),
 )
 

@@ -18,7 +18,6 @@ from loka_compile.lowering.quantize import Quantized, quantize
 
 __all__ = [
     "ALL_ROLES",
-    "BLOCKWISE_128X128",
     "Provider",
     "Quantized",
     "default_device",

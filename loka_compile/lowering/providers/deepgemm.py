@@ -1,7 +1,7 @@
 """DeepGEMM: 1x128 with 128x128 scales (bf16 result), and 1x128 with 1x128 (fp32 result, for weight gradients).
 
-The library compiles a kernel at the first call of each variant (3 to 5.5 s on an H200) and not during a CUDA-graph
-capture: call each shape once before capturing. ``torch.compile(mode="reduce-overhead")`` does that by itself.
+The library compiles a kernel at the first call of each variant (3 to 5.5 s on an H200), which is refused during a
+CUDA-graph capture: call each shape once before capturing. ``torch.compile(mode="reduce-overhead")`` does that by itself.
 
 Facts: sgl-deep-gemm 0.1.5.post1 with apache-tvm-ffi 0.1.11, and the public sources of DeepGEMM at 54e2261.
 """
@@ -16,10 +16,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from loka_compile.errors import LoweringError
 from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe, Scaling
 from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
 from loka_compile.lowering.quantize import packed
+
+
+#: Kernel, m, n, k of every call so far: their kernels are compiled and loaded.
+CALLED: set[tuple[str, int, int, int]] = set()
 
 
 class DeepGemm(Provider):
@@ -61,6 +66,22 @@ def tma_aligned(scale: Tensor) -> Tensor:
     return packed(torch.nn.functional.pad(scale, (0, 0, 0, (rows + 3) // 4 * 4 - rows)).t())
 
 
+def _may_compile(kernel: str, m: int, n: int, k: int) -> None:
+    """Refuse a first call during a CUDA-graph capture: compiling and loading a kernel would break the capture.
+
+    Raises:
+        LoweringError: the shape was not called before.
+    """
+    shape = (kernel, m, n, k)
+    if shape not in CALLED:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise LoweringError(
+                f"DeepGEMM's {kernel} kernel for {m}x{n}x{k} may have to be compiled, which a CUDA-graph capture does "
+                "not allow: call the model once with this batch size before capturing"
+            )
+        CALLED.add(shape)
+
+
 def launch_deepgemm_1d2d(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """``deep_gemm.fp8_gemm_nt``, A in 1x128 and B in 128x128 blocks.
 
@@ -77,6 +98,7 @@ def launch_deepgemm_1d2d(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor)
     if m == 0 or n == 0 or k == 0:
         # The library would leave the result as it was allocated.
         return a.new_zeros((m, n), dtype=torch.bfloat16)
+    _may_compile("1d2d", m, n, k)
     out = a.new_empty((m, n), dtype=torch.bfloat16)
     importlib.import_module("deep_gemm").fp8_gemm_nt((a, a_scale.t()[:m]), (b, b_scale), out)
     return out
@@ -94,10 +116,11 @@ def launch_deepgemm_1d1d(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor)
     Returns:
         [m, n] fp32.
     """
-    (m, _), n = a.shape, b.shape[0]
+    (m, k), n = a.shape, b.shape[0]
     # The kernel adds to its result and needs it given; for an empty k the zeros stand.
     out = a.new_zeros((m, n), dtype=torch.float32)
-    if out.numel() and a.shape[1]:
+    if out.numel() and k:
+        _may_compile("1d1d", m, n, k)
         importlib.import_module("deep_gemm").fp8_gemm_nt(
             (a, a_scale.t()[:m]), (b, b_scale.t()[:n]), out, c=out, recipe=(1, 1, 128)
         )

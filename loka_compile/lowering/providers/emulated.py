@@ -11,8 +11,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, ROWWISE, TENSORWISE, Gemm, Recipe, Role, Scaling
-from loka_compile.lowering.providers.base import BLOCKWISE_128X128, Provider, Quantized
+from loka_compile.gemm import (
+    BLOCKWISE,
+    BLOCKWISE_1X128,
+    BLOCKWISE_128X128,
+    ROWWISE,
+    TENSORWISE,
+    Gemm,
+    Recipe,
+    Role,
+    Scaling,
+)
+from loka_compile.lowering.providers.base import Provider, Quantized
 from loka_compile.lowering.quantize import dequantize
 
 _RECIPES = (TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_1X128, BLOCKWISE_128X128)

@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loka_compile.gemm import BLOCKWISE, ROWWISE, ROWWISE_FAST, Gemm, Recipe, Scaling
+from loka_compile.gemm import BLOCKWISE, BLOCKWISE_128X128, ROWWISE, ROWWISE_FAST, Gemm, Recipe, Scaling
 from loka_compile.lowering.providers.base import (
-    BLOCKWISE_128X128,
     Provider,
     Quantized,
     gpu_reason,
@@ -34,6 +33,8 @@ from loka_compile.lowering.quantize import BLOCK, packed
 _LIBRARIES = (("mslk.gemm", "mslk"), ("fbgemm_gpu.experimental.gen_ai", "fbgemm"))
 _RECIPES = (ROWWISE, ROWWISE_FAST, BLOCKWISE, BLOCKWISE_128X128)
 _OPS = ("f8f8bf16_rowwise", "f8f8bf16_blockwise", "f8f8bf16_groupwise")
+#: The library's ops by name, once :func:`load` has found it. Read while tracing, where nothing can be imported.
+_FOUND: dict[str, Any] = {}
 
 
 class Mslk(Provider):
@@ -121,7 +122,10 @@ def load() -> tuple[str, str | None]:
     installed = [entry for entry in _LIBRARIES if importlib.util.find_spec(entry[0].partition(".")[0]) is not None]
     for module, namespace in present or installed:
         reason = import_reason(module) or _missing_ops(namespace)
-        return ("", reason) if reason else (namespace, None)
+        if reason:
+            return "", reason
+        _FOUND.update((op, getattr(getattr(torch.ops, namespace), op).default) for op in _OPS)
+        return namespace, None
     return "", "neither mslk nor fbgemm_gpu is installed (pip install 'loka-compile[fbgemm]')"
 
 
@@ -132,7 +136,6 @@ def _missing_ops(namespace: str) -> str | None:
 
 
 def _op(name: str) -> Any:
-    namespace, reason = load()
-    if reason:
-        raise RuntimeError(f"{name} was called although its library is unusable: {reason}")
-    return getattr(getattr(torch.ops, namespace), name).default
+    if name not in _FOUND:
+        raise RuntimeError(f"{name} was called although its library is unusable: {load()[1]}")
+    return _FOUND[name]

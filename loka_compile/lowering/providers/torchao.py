@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from importlib import metadata
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from loka_compile.lowering.providers.emulated import refuses_blockwise_role
 from loka_compile.lowering.quantize import BLOCK, packed
 
 _MODULE = "torchao.prototype.blockwise_fp8_training.kernels"
+#: Its function for each recipe.
+_FUNCTIONS = {BLOCKWISE.name: "triton_fp8_gemm_1x128_128x128", BLOCKWISE_1X128.name: "triton_fp8_gemm_1x128_128x1"}
+#: The functions by recipe, once :func:`load` has found them. Read while tracing, where nothing can be imported.
+_FOUND: dict[str, Any] = {}
 
 
 class TorchAO(Provider):
@@ -44,13 +48,9 @@ class TorchAO(Provider):
 
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T``; A's scales column-major, B's column-major in 128x128 blocks and row-major in 1x128."""
-        kernels = importlib.import_module(_MODULE)
         a_scale = packed(a.scale.t()).t()
-        if recipe == BLOCKWISE:
-            kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x128, b.scale.t()
-        else:
-            kernel, b_scale = kernels.triton_fp8_gemm_1x128_128x1, packed(b.scale.t())
-        out: Tensor = kernel(a.data, b.data.t(), a_scale, b_scale, BLOCK, out_dtype)
+        b_scale = b.scale.t() if recipe == BLOCKWISE else packed(b.scale.t())
+        out: Tensor = _FOUND[recipe.name](a.data, b.data.t(), a_scale, b_scale, BLOCK, out_dtype)
         return out
 
 
@@ -63,4 +63,12 @@ def load() -> str | None:
         return "torchao is not installed (pip install 'loka-compile[torchao]')"
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < (0, 18):
         return f"torchao {version} is too old: its block scales are laid out wrongly before 0.18"
-    return import_reason(_MODULE)
+    reason = import_reason(_MODULE)
+    if reason:
+        return reason
+    module = importlib.import_module(_MODULE)
+    missing = [name for name in _FUNCTIONS.values() if not hasattr(module, name)]
+    if missing:
+        return f"torchao {version} lacks {', '.join(missing)}: version not supported"
+    _FOUND.update((recipe, getattr(module, name)) for recipe, name in _FUNCTIONS.items())
+    return None
