@@ -192,7 +192,7 @@ def test_what_a_machine_without_a_gpu_skips():
         "fbgemm": gpu.format("9.0"),
         "deepgemm": gpu.format("9.0"),
         "torchao": gpu.format("8.9 or newer"),
-        "triton": gpu.format("8.9 or newer"),
+        "triton": gpu.format("9.0 or newer"),
         "emulated": None,
     }
     skipped = {

@@ -20,6 +20,12 @@ _NEAR = 2.0
 _LEAST_STEPS = 8
 _MOST_SPLITS = 16
 
+#: Recipes whose kernels do the same work, and use each other's points where they have none of their own.
+_ALIKE = {
+    "tensorwise_fast": "rowwise_fast", "tensorwise": "rowwise", "blockwise_1x128": "blockwise",
+    "blockwise_128x128": "blockwise",
+}  # fmt: skip
+
 
 @functools.cache
 def load(path: Path = _DATA) -> dict[str, Any]:
@@ -38,9 +44,10 @@ def config_for(mode: str, m: int, n: int, k: int, multiprocessors: int, path: Pa
         multiprocessors: of the GPU; a contraction is cut until its tiles fill them.
         path: another data file.
     """
-    near = nearest(load(path)["points"], mode, m, n, k)
-    if near is not None:
-        return GemmConfig(**near["config"])
+    for name in (mode, _ALIKE.get(mode, mode)):
+        near = nearest(load(path)["points"], name, m, n, k)
+        if near is not None:
+            return GemmConfig(**near["config"])
     blocked, fast = mode.startswith("blockwise"), mode.endswith("_fast")
     tiles = -(-m // 128) * -(-n // 128)
     sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "blocked": int(blocked), "fast": int(fast)}

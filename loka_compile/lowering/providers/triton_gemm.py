@@ -38,15 +38,15 @@ _ROWS = {Scaling.TENSORWISE: 0, Scaling.ROWWISE: 0, Scaling.BLOCK_1X128: 1, Scal
 
 
 class TritonGemm(Provider):
-    """All recipes and roles on sm_89 and newer; compiled at the first call of each kind of shape (about a second)."""
+    """All recipes and roles on sm_90 and newer; compiled at the first call of each kind of shape (about a second)."""
 
     name: ClassVar[str] = "triton"
     recipes: ClassVar[dict[str, Recipe]] = {recipe.name: recipe for recipe in _RECIPES}
     distributions: ClassVar[tuple[str, ...]] = ("triton",)
 
     def supported(self, recipe: Recipe | None = None, device: str | None = None) -> str | None:
-        """sm_89 or newer, and Triton."""
-        reason = gpu_reason((8, 9), device=device)
+        """sm_90 or newer (the tiles need its shared memory, and TMA), and Triton."""
+        reason = gpu_reason((9, 0), device=device)
         if reason is None and importlib.util.find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
         return reason
