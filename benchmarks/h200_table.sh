@@ -14,7 +14,7 @@ bench() {
 for attempt in 1 2 3 4; do
     left=$((limit - last - SECONDS))
     [ $left -gt 20 ] || break
-    bench --providers torch,fbgemm,deepgemm --dtypes bfloat16,float32 --seconds $left
+    bench --providers=-torchao --dtypes bfloat16,float32 --seconds $left
     status=$?
     # 2 is a mistake in the call; anything else but 0 is a kernel that took the process down, and is not tried again.
     [ $status -eq 0 ] && break

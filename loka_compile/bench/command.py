@@ -36,7 +36,9 @@ def bench(
     shapes: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="CSV: group,layer,M_batch,K_in,N_out.")],
     out: Annotated[Path, typer.Option(help="The cost table to write, or to go on with.")],
     seconds: Annotated[float, typer.Option(help="Time budget, start-up included.")] = 300.0,
-    providers: Annotated[str, typer.Option(help="Comma-separated; default: all that work here.")] = "",
+    providers: Annotated[
+        str, typer.Option(help="Comma-separated; default: all that work here; -NAME: all but it.")
+    ] = "",
     groups: Annotated[str, typer.Option(help="Only groups that begin so, in this order; comma-separated.")] = "",
     roles: Annotated[str, typer.Option(help="Comma-separated, in this order.")] = _ROLES,
     dtypes: Annotated[str, typer.Option(help="Comma-separated, in this order.")] = "bfloat16",
@@ -124,9 +126,14 @@ def _providers(console: Console, names: list[str]) -> list[Provider]:
     from loka_compile.table import BASELINE
 
     known = [name for name, *_ in PROVIDERS if name not in (BASELINE[0], "emulated")]
+    for name in names:
+        _one_of("provider", name.removeprefix("-"), known)
+    chosen = [name for name in names if not name.startswith("-")] or known
     found = []
-    for name in names or known:
-        provider = get_provider(_one_of("provider", name, known))
+    for name in chosen:
+        if f"-{name}" in names:
+            continue
+        provider = get_provider(name)
         reason = provider.supported(device="cuda")
         if reason:
             console.print(f"[yellow]{name} is left out:[/] {escape(reason)}", soft_wrap=True)

@@ -22,7 +22,7 @@ from loka_compile.lowering.providers.base import Provider
 logger = logging.getLogger(__name__)
 
 #: Libraries that compile at the first call of a shape: those calls are made in parallel, before anything is timed.
-COMPILE_AT_FIRST_CALL = frozenset({"deepgemm", "torchao"})
+COMPILE_AT_FIRST_CALL = frozenset({"deepgemm", "torchao", "triton"})
 #: Share of the budget that preparing may take before timing begins.
 PREPARE_SHARE = 0.25
 #: What is measured until which share of the budget is used; then the next. The rest of the first follows later.

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from loka_compile.bench import arms, runner
+from loka_compile.bench import arms, command, runner
 from loka_compile.bench.operands import Operands, copies_past_l2
 from loka_compile.bench.prepare import Preparation, SelfTest
 from loka_compile.bench.records import Records, Timing, kernel_key
@@ -13,8 +14,10 @@ from loka_compile.bench.timing import DeviceLostError, summarise
 from loka_compile.bench.workload import Operand, gemms, read_layers
 from loka_compile.cli import app
 from loka_compile.costs import CostTable
+from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import BLOCKWISE, ROWWISE, TENSORWISE, Gemm, Role, Scaling
 from loka_compile.lowering.providers import get_provider
+from loka_compile.lowering.providers.base import Provider
 from loka_compile.lowering.quantize import quantize
 
 L2 = 1 << 16
@@ -251,6 +254,23 @@ def test_copies_and_spread():
 
 
 # ------------------------------------------------------------------------------------------------ command line
+def test_providers_are_chosen_by_name_or_left_out(monkeypatch):
+    monkeypatch.setattr(Provider, "supported", lambda self, recipe=None, device=None: None)
+    for name in ("torch", "fbgemm", "deepgemm", "torchao"):
+        monkeypatch.setattr(type(get_provider(name)), "supported", Provider.supported)
+
+    def names(*given):
+        return [p.name for p in command._providers(Console(), list(given))]
+
+    everything = names()
+    assert {"torch", "fbgemm", "deepgemm", "torchao"} <= set(everything)
+    assert not {"high_precision", "emulated"} & set(everything)
+    assert names("deepgemm", "torch") == ["deepgemm", "torch"]
+    assert names("-torchao") == [name for name in everything if name != "torchao"]
+    with pytest.raises(UnknownNameError):
+        names("-nobody")
+
+
 def test_command_needs_a_gpu_and_names_mistakes(tmp_path):
     (tmp_path / "s.csv").write_text("group,layer,M_batch,K_in,N_out\na,0,64,128,256\n")
     run = ["bench", "--shapes", str(tmp_path / "s.csv"), "--out", str(tmp_path / "o.csv")]
