@@ -52,8 +52,8 @@ def _item(
     tl.store(OUT + row[:, None] * N + rn[None, :], acc.to(OUT.dtype.element_ty), mask=mask)
 
 
-# What varies from shape to shape without changing the code must not make another kernel of it.
-@triton.jit(do_not_specialize=["step_a", "step_b", "steps", "items"])
+# What varies from call to call (the batch) or shape to shape without changing the code makes no other kernel of it.
+@triton.jit(do_not_specialize=["M", "step_a", "step_b", "steps", "items"])
 def _scaled_gemm_kernel(
     A, B, SA, SB, OUT, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, steps, items,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
