@@ -94,4 +94,6 @@ class PlanAfterSampling:
             warnings.warn(f"loka: {message}", RuntimeWarning, stacklevel=4)
             return
         report.notes.append(f"planned after sampling {config.auto_calls} calls")
+        if planning.note:
+            report.notes.append(planning.note)
         logger.info("planned %s", report.plan)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loka_compile.errors import ConfigError, UnknownNameError, UnknownOptionError
+from loka_compile.thresholds import check_limit, overrides
 
 if TYPE_CHECKING:
     from loka_compile.plan import Plan
     from loka_compile.table import Table
+    from loka_compile.thresholds import Override, PerSite
 
 #: The Mods of the paper's section III-B, in the order in which they run.
 MODS = ("bias_removal", "block_norm", "hard_swish")
@@ -45,6 +47,8 @@ class LokaConfig:
     min_speedup: float = 1.05
     #: Kernel libraries that may be used; None is every one that works here.
     providers: tuple[str, ...] | None = None
+    #: Other values of max_mere, min_speedup and providers for some sites, by shell pattern.
+    per_site: PerSite | tuple[Override, ...] = ()
     #: Passes to leave out, by name.
     disable_passes: tuple[str, ...] = ()
     #: Put normalisation, activation and quantisation into the GEMM kernels where that was measured to be faster.
@@ -69,8 +73,9 @@ class LokaConfig:
         )  # fmt: skip
         for name in ("remove_final_bias", "fuse", "inspect"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _require(_is_number(self.max_mere) and self.max_mere >= 0, "max_mere", self.max_mere, "a number >= 0")
-        _require(_is_number(self.min_speedup) and self.min_speedup > 0, "min_speedup", self.min_speedup, "a number > 0")
+        check_limit("max_mere", self.max_mere)
+        check_limit("min_speedup", self.min_speedup)
+        object.__setattr__(self, "per_site", overrides(self.per_site))  # hashable, like the rest
         _require(
             isinstance(self.auto_calls, int) and not isinstance(self.auto_calls, bool) and self.auto_calls >= 1,
             "auto_calls", self.auto_calls, "an integer >= 1",

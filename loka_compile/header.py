@@ -29,6 +29,9 @@ class Header:
     fingerprint: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Sampled rows left out because they held NaN or Inf, of the sites where there were any.
     dropped_rows: Mapping[str, int] = field(default_factory=dict)
+    #: Tensors that are one and the same in the graph, under their own name -> under the first one's: ``"b#0 input"`` ->
+    #: ``"a#0 input"`` where layers a and b read the same activation.
+    same: Mapping[str, str] = field(default_factory=dict)
     #: When the table was made (ISO 8601); says nothing about content and is left out of the digest.
     created: str = ""
 
@@ -75,6 +78,7 @@ class Header:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         out["libraries"] = dict(sorted(self.libraries.items()))
         out["dropped_rows"] = dict(sorted(self.dropped_rows.items()))
+        out["same"] = dict(sorted(self.same.items()))
         out["fingerprint"] = {site: list(shape) for site, shape in sorted(self.fingerprint.items())}
         if not timestamps:
             del out["created"]
@@ -98,6 +102,10 @@ class Header:
             site: jsonio.as_int(count, f"{where}, dropped rows of site {site!r}")
             for site, count in jsonio.as_object(entry.get("dropped_rows", {}), f"{where}, key 'dropped_rows'").items()
         }
+        same = {
+            name: jsonio.as_str(first, f"{where}, tensor {name!r}")
+            for name, first in jsonio.as_object(entry.get("same", {}), f"{where}, key 'same'").items()
+        }
         fingerprint = {}
         for site, shape in jsonio.as_object(entry.get("fingerprint", {}), f"{where}, key 'fingerprint'").items():
             place = f"{where}, fingerprint of site {site!r}"
@@ -105,4 +113,6 @@ class Header:
             if len(sizes) != 2:
                 raise CorruptFileError(f"{place} must be [N, K], not {shape!r}")
             fingerprint[site] = (sizes[0], sizes[1])
-        return jsonio.record(cls, entry, where, libraries=libraries, fingerprint=fingerprint, dropped_rows=dropped)
+        return jsonio.record(
+            cls, entry, where, libraries=libraries, fingerprint=fingerprint, dropped_rows=dropped, same=same
+        )

@@ -24,6 +24,7 @@ from loka_compile.passes.sites import learnt_weight, name_sites
 from loka_compile.plan import Plan, make_plan
 from loka_compile.store import load_cached
 from loka_compile.table import Measurement, Table
+from loka_compile.thresholds import Limits, overrides
 
 
 @dataclass
@@ -67,8 +68,12 @@ class Planning:
             max_mere=self.config.max_mere,
             min_speedup=self.config.min_speedup,
             providers=self.config.providers,
+            per_site=self.config.per_site,
         )
         self.sample = False
+        unmatched = Limits(overrides=self.plan.per_site).unmatched(self.fingerprint)
+        if unmatched:
+            self.note = f"option 'per_site': no site of this graph matches {', '.join(map(repr, unmatched))}"
         return self.plan
 
 
@@ -194,6 +199,10 @@ def _check_providers(config: LokaConfig) -> None:
     for name in config.providers or ():
         if name not in known:
             raise UnknownNameError("provider in option 'providers'", name, known)
+    for override in overrides(config.per_site):
+        for name in override.providers or ():
+            if name not in known:
+                raise UnknownNameError(f"provider in option per_site[{override.pattern!r}]", name, known)
 
 
 def _expected(planning: Planning, device: torch.device, header: Header) -> dict[str, Any]:

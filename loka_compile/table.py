@@ -22,6 +22,7 @@ from loka_compile.header import Header
 
 if TYPE_CHECKING:
     import pandas as pd
+    import sympy
 
 __all__ = ["BASELINE", "FORMAT", "VERSION", "Header", "Measurement", "RowChange", "Table"]
 
@@ -80,6 +81,15 @@ class Measurement:
     error_source: str = "none"
     #: Empty, or why this candidate cannot be used.
     refused: str = ""
+    #: What quantize_us consists of, so that GEMMs which share an operand pay for it once (operands.py). ``form`` names
+    #: the quantised form of operand A or B, "" if it is not known: then nothing is shared. ``once_us`` is paid once per
+    #: form of a tensor, ``layout_us`` for the transposed copy of it that this GEMM reads.
+    a_form: str = ""
+    a_once_us: float = math.nan
+    a_layout_us: float = 0.0
+    b_form: str = ""
+    b_once_us: float = math.nan
+    b_layout_us: float = 0.0
 
     def __post_init__(self) -> None:
         """Accept a Role where a str is declared, and nothing that is neither."""
@@ -88,6 +98,11 @@ class Measurement:
             raise UnknownNameError("role", self.role, roles)
         # A Role is a str already, but its repr would leak into messages.
         object.__setattr__(self, "role", Role(self.role).value)
+
+    @property
+    def batch(self) -> float:
+        """The batch size that the times stand for: the middle of the row's range."""
+        return (self.m_min + self.m_max) / 2
 
     @property
     def total_us(self) -> float:
@@ -194,6 +209,7 @@ class Table:
         header = dataclasses.replace(
             mine,
             fingerprint={**mine.fingerprint, **theirs.fingerprint},
+            same={**mine.same, **theirs.same},
             dropped_rows={
                 site: max(mine.dropped_rows.get(site, 0), theirs.dropped_rows.get(site, 0))
                 for site in {**mine.dropped_rows, **theirs.dropped_rows}
@@ -211,6 +227,18 @@ class Table:
             if old is None or new is None or _text(old) != _text(new):
                 changes.append(RowChange(old, new))
         return tuple(changes)
+
+    def cost(self, site: str, role: Role | str, provider: str, recipe: str) -> sympy.Expr | None:
+        """Microseconds of a candidate, quantisation included, as a sympy expression in the batch size ``M``.
+
+        Fitted to the rows of that candidate: a constant where there is one batch size. None where a time is not known.
+        """
+        from loka_compile.batch_cost import fit
+
+        wanted = (site, str(role), provider, recipe)
+        rows = [row for row in self.rows if (row.site, row.role, row.provider, row.recipe) == wanted]
+        points = {row.batch: row.total_us for row in rows}
+        return fit(points).sympy() if points and all(map(math.isfinite, points.values())) else None
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per measurement, the fields as columns, and ``speedup``."""

@@ -142,3 +142,18 @@ def test_plan_for_another_model_is_allowed_only_without_a_header(no_codegen):
         torch.randn(4, 48)
     )
     assert not fp8_sites(watch.last)
+
+
+def test_limits_for_some_sites(no_codegen):
+    """``per_site`` reaches the plan of the backend; a pattern that fits nothing is named, and is no error."""
+    x = torch.randn(32, 48)
+    everywhere, _ = run_until_planned(Plain((48, 80, 64)), x)
+    assert {site for site, _ in fp8_sites(everywhere.last)} == {"layers.0#0", "layers.1#0"}
+    torch._dynamo.reset()
+    per_site = {"layers.1": {"providers": ()}, "tower.*": {"max_mere": 0.1}}
+    some, calls = run_until_planned(Plain((48, 80, 64)), x, per_site=per_site)
+    assert calls == 1, "the same table serves other limits"
+    assert {site for site, _ in fp8_sites(some.last)} == {"layers.0#0"}
+    verdicts = some.last.plan.lookup("layers.1#0", "forward").verdicts
+    assert any("not among the enabled ones" in v.reason for v in verdicts)
+    assert "option 'per_site': no site of this graph matches 'tower.*'" in some.last.notes
