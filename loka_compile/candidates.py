@@ -11,7 +11,7 @@ from loka_compile.batch_cost import Line, fit
 from loka_compile.combination import Item
 from loka_compile.decision import Verdict
 from loka_compile.gemm import Role
-from loka_compile.operands import OPERANDS, tensor
+from loka_compile.operands import OPERANDS, TRANSPOSED, tensor
 from loka_compile.table import BASELINE, Measurement, Table
 from loka_compile.thresholds import Limits, Thresholds
 
@@ -56,11 +56,6 @@ class Candidate:
     def pays(self) -> bool:
         """Whether it is fast enough on its own."""
         return self.stage == ELIGIBLE
-
-    @property
-    def middle(self) -> int:
-        """A batch size at which times are compared where a single number is wanted."""
-        return math.ceil(self.span.middle)
 
     @property
     def order(self) -> tuple[float, float, str]:
@@ -139,15 +134,16 @@ def _cost(group: list[Measurement], same: Mapping[str, str]) -> tuple[Line, dict
     if len(forms) > 1 or "" in next(iter(forms)):
         return fit({row.batch: row.total_us for row in group}), {}
     items: dict[Item, Line] = {}
-    for which, operand in zip("ab", OPERANDS[Role(group[0].role)], strict=True):
+    role = Role(group[0].role)
+    for which, operand, transposed in zip("ab", OPERANDS[role], TRANSPOSED[role], strict=True):
         own_name = tensor(group[0].site, operand)
         name = same.get(own_name, own_name)
         form = getattr(group[0], f"{which}_form")
         once = fit({row.batch: getattr(row, f"{which}_once_us") for row in group})
-        copy = fit({row.batch: getattr(row, f"{which}_layout_us") for row in group})
         items[name, form] = once
-        if copy != NOTHING:
-            items[name, form, "transposed"] = copy
+        layout = fit({row.batch: getattr(row, f"{which}_layout_us") for row in group})
+        if layout != NOTHING:
+            items[name, form, "transposed" if transposed else "as stored"] = layout
     return fit({row.batch: row.gemm_us for row in group}), items
 
 

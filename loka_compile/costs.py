@@ -11,7 +11,8 @@ all shapes. What was not measured is derived by these rules, and all of it is an
   bytes at the rate of the same quantiser.
 * An operand with a proven bound costs nothing under tensorwise scaling: the scale is fixed and the cast is fused into
   the producer. Under the other scalings an amax remains, and so does the cost. Its transposed copy is still paid for.
-* Every GEMM pays for both its operands; what neighbouring GEMMs could share is not credited.
+* Every GEMM pays for both its operands here; what GEMMs share is credited where a plan is made (selection.py), from the
+  parts that ``Latency`` keeps apart.
 * On a target with fused kernels, a tensorwise operand that such a kernel quantises (``Gemm.a_fused``, ``b_fused``)
   costs the bytes it adds, at the copy bandwidth.
 * The baseline of an fp32 site is TF32: half the bf16 rate of flops, twice the bytes.
@@ -34,6 +35,7 @@ from loka_compile import gemm as vocabulary
 from loka_compile.cost_surface import Shape, Surface
 from loka_compile.errors import CorruptFileError, UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
+from loka_compile.operands import LAYOUT_FREE, TRANSPOSED
 from loka_compile.table import BASELINE
 
 #: The recipes that gemm.py defines, by name.
@@ -63,6 +65,10 @@ class Latency:
     quantize_b_us: float
     gemm_us: float
     measured: bool = False
+    #: The parts of quantize_a_us and quantize_b_us that are the layout's: a transposed copy of what is quantised
+    #: anyway, or the bytes that a fused kernel writes for it. The rest serves every reader of that form (operands.py).
+    a_layout_us: float = 0.0
+    b_layout_us: float = 0.0
 
     @property
     def quantize_us(self) -> float:
@@ -183,9 +189,35 @@ class CostTable:
         time, measured = self._gemm_us(provider, name, gemm)
         if time is None:
             return None
-        a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, gemm.role is Role.GRAD_WEIGHT, gemm.a_bound, gemm.a_fused)
-        b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, gemm.role is not Role.FORWARD, gemm.b_bound, gemm.b_fused)
-        return None if a is None or b is None else Latency(a, b, time, measured)
+        turned_a, turned_b = TRANSPOSED[gemm.role]
+        a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
+        b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
+        if a is None or b is None:
+            return None
+        a_layout = self._layout_us(a, scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
+        b_layout = self._layout_us(b, scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
+        return Latency(a, b, time, measured, a_layout, b_layout)
+
+    def _layout_us(
+        self,
+        whole: float,
+        scaling: Scaling,
+        rows: int,
+        contraction: int,
+        gemm: Gemm,
+        transposed: bool,
+        bound: float | None,
+        fused: bool,
+    ) -> float:
+        """The part of an operand's quantisation that another layout of it would cost again."""
+        if scaling not in LAYOUT_FREE:
+            return 0.0
+        if fused and scaling is Scaling.TENSORWISE and self.has_fused_kernels and not (bound and not transposed):
+            return min(whole, self._per_megabyte * rows * contraction * _MEGA)
+        if not transposed:
+            return 0.0
+        straight = self._quantize_us(scaling, contraction, rows, gemm, False, bound, False)
+        return 0.0 if straight is None else max(0.0, whole - straight)
 
     def baseline(self, gemm: Gemm) -> float:
         """Microseconds of ``gemm`` in high precision: bf16/fp16, or TF32 for float32; NaN if none was measured."""

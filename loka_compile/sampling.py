@@ -19,13 +19,18 @@ from torch import Tensor, fx
 
 from loka_compile.gemm import Gemm, Role
 from loka_compile.lowering.fused.joint import quantised_by_fusion
+from loka_compile.lowering.fused.match import strip
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.joint import gemms_of
 from loka_compile.lowering.roles import MatMul
+from loka_compile.operands import OPERANDS
 from loka_compile.probe.quantify import SiteSamples
 
 #: Rows kept of one activation or gradient over all calls.
 ROWS = 512
+
+#: Operators that leave the data as it is.
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 #: Weak: a graph that is thrown away before it has sampled enough takes its samples along.
 _sessions: weakref.WeakValueDictionary[int, Sampler] = weakref.WeakValueDictionary()
@@ -53,6 +58,9 @@ class _Site:
     grad_outputs: list[Tensor] = field(default_factory=list)
     gemms: dict[Role, Gemm] = field(default_factory=dict)
     fused: set[str] = field(default_factory=set)
+    batches: set[int] = field(default_factory=set)
+    #: The first site that reads the tensor behind "input", "weight" or "grad_output".
+    same: dict[str, str] = field(default_factory=dict)
 
 
 class Sampler:
@@ -75,7 +83,9 @@ class Sampler:
 
     def insert_taps(self, graph: fx.Graph) -> None:
         """Tap activation and weight of every forward GEMM, and the output gradient of every backward one."""
-        for matmul, gemm in gemms_of(graph):
+        found = gemms_of(graph)
+        self._find_shared([matmul for matmul, _ in found])
+        for matmul, gemm in found:
             self._sites[matmul.site].gemms[matmul.role] = gemm
             if self._fuse:
                 self._sites[matmul.site].fused |= quantised_by_fusion(matmul)
@@ -88,6 +98,16 @@ class Sampler:
                 self._tap(matmul, first if matmul.grad_first else second, "grad_output", flip=False)
             else:
                 self._tap(matmul, first, "grad_output", flip=True)  # mm(grad.T, x)
+
+    def _find_shared(self, matmuls: list[MatMul]) -> None:
+        """Note which sites read one and the same tensor. Of equal operators on it the compiler makes one."""
+        first: dict[tuple[str, fx.Node, str], str] = {}
+        for matmul in sorted(matmuls, key=lambda m: m.site):
+            # A weight that is stored as [K, N] puts the operands of grad_weight the other way round.
+            operands = (matmul.a.base, matmul.b.base)[:: 1 if matmul.grad_first else -1]
+            for what, base in zip(OPERANDS[matmul.role], operands, strict=True):
+                key = (what, strip(base, *VIEWS), str(base.meta["val"].shape))
+                self._sites[matmul.site].same[what] = first.setdefault(key, matmul.site)
 
     def _tap(self, matmul: MatMul, position: int, what: str, flip: bool) -> None:
         """Let the product read one operand through a tap. ``flip``: the operand's rows are its columns."""
@@ -117,6 +137,8 @@ class Sampler:
             chosen = torch.randperm(count, generator=generator)[: self._rows].sort().values
             rows = x.detach().index_select(0, chosen.to(x.device))
             (kept.inputs if what == "input" else kept.grad_outputs).append(rows)
+            if what == "input":
+                kept.batches.add(count)
 
     def samples(self) -> dict[str, SiteSamples]:
         """What was seen, by site."""
@@ -135,6 +157,8 @@ class Sampler:
                     input_bound=forward.a_bound,
                     roles=frozenset(kept.gemms),
                     dynamic="m" in forward.dynamic,
+                    batches=tuple(sorted(kept.batches)),
+                    same=dict(kept.same),
                     fused=frozenset(kept.fused),
                 )
         return out

@@ -32,27 +32,18 @@ _NATIVE = ":".join(BASELINE)
 def decide(table: Table, limits: Limits) -> list[Decision]:
     """The decision about every GEMM of the table."""
     gemms = candidates_of(table, limits)
-    prices: dict[Item, Line] = {}
-    for candidates in gemms.values():
-        for candidate in candidates:
-            for item, price in candidate.items.items():
-                # Alike up to what was measured apart; the dearest, so that nothing is promised that may not come.
-                if item not in prices or price.at(candidate.middle) > prices[item].at(candidate.middle):
-                    prices[item] = price
     items = {key: frozenset().union(*(c.items for c in found)) for key, found in gemms.items()}
     decisions: list[Decision] = []
     for group in combination.components(items):
-        decisions += _Group({key: gemms[key] for key in group}, prices, table, limits).decisions()
+        decisions += _Group({key: gemms[key] for key in group}, table, limits).decisions()
     return decisions
 
 
 class _Group:
     """GEMMs that share operands, directly or through others."""
 
-    def __init__(
-        self, gemms: Mapping[Key, list[Candidate]], prices: Mapping[Item, Line], table: Table, limits: Limits
-    ) -> None:
-        self.gemms, self.prices, self.limits = gemms, prices, limits
+    def __init__(self, gemms: Mapping[Key, list[Candidate]], table: Table, limits: Limits) -> None:
+        self.gemms, self.limits = gemms, limits
         self.natives = {key: native_of(table, key) for key in gemms}
         self.by_name = {key: {c.verdict.candidate: c for c in found} for key, found in gemms.items()}
         spans = [c.span for found in gemms.values() for c in found]
@@ -60,11 +51,25 @@ class _Group:
         #: may be applied to several rows per sample.
         self.span = max(spans, key=lambda s: (s.low < s.high, s.high), default=None)
         self.scale = {key: self._scale_of(found) for key, found in gemms.items()}
+        self.prices = self._prices()
 
     def _scale_of(self, found: list[Candidate]) -> Fraction:
         if self.span is None or not found:
             return Fraction(1)
         return Fraction(found[0].span.high) / Fraction(self.span.high)
+
+    def _prices(self) -> dict[Item, Line]:
+        """Of every item, over the group's batch size."""
+        prices: dict[Item, Line] = {}
+        for key, found in self.gemms.items():
+            for candidate in found:
+                middle = Fraction(candidate.span.middle) / self.scale[key]
+                for item, line in candidate.items.items():
+                    price = line.stretched(self.scale[key])
+                    # Alike up to what was measured apart; the dearest, so that nothing is promised that may not come.
+                    if item not in prices or price.at(middle) > prices[item].at(middle):
+                        prices[item] = price
+        return prices
 
     def decisions(self) -> list[Decision]:
         """One per GEMM."""

@@ -83,7 +83,7 @@ class Measurement:
     refused: str = ""
     #: What quantize_us consists of, so that GEMMs which share an operand pay for it once (operands.py). ``form`` names
     #: the quantised form of operand A or B, "" if it is not known: then nothing is shared. ``once_us`` is paid once per
-    #: form of a tensor, ``layout_us`` for the transposed copy of it that this GEMM reads.
+    #: form of a tensor, ``layout_us`` once per layout of it.
     a_form: str = ""
     a_once_us: float = math.nan
     a_layout_us: float = 0.0

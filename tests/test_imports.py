@@ -88,8 +88,9 @@ def test_probe_knows_nothing_of_what_calls_it():
 
 @pytest.mark.parametrize(
     "name",
-    ["__init__", "config", "cost_surface", "costs", "errors", "gemm", "jsonio", "plan", "store", "table"],
-)
+    ["__init__", "batch_cost", "candidates", "combination", "config", "cost_surface", "costs", "decision", "errors",
+     "gemm", "jsonio", "operands", "plan", "selection", "store", "table", "thresholds"],
+)  # fmt: skip
 def test_torch_free(name):
     """Importing them imports no library but numpy, which the cost surfaces are fitted with."""
     path = PACKAGE / f"{name}.py"
@@ -105,7 +106,8 @@ def test_torch_free(name):
 
 def test_torch_free_modules_import_no_torch_later_either():
     """Of the planning modules, so that a plan can be computed where no torch is installed."""
-    for name in ("cost_surface", "costs", "errors", "gemm", "jsonio", "plan", "store", "table"):
+    for name in ("batch_cost", "candidates", "combination", "cost_surface", "costs", "decision", "errors", "gemm",
+                 "jsonio", "operands", "plan", "selection", "store", "table", "thresholds"):  # fmt: skip
         assert "torch" not in outside(PACKAGE / f"{name}.py"), name
 
 

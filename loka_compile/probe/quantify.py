@@ -26,6 +26,7 @@ from torch import Tensor
 from loka_compile import machine
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
+from loka_compile.operands import TRANSPOSED, form, tensor
 from loka_compile.probe.runs import KernelFailed, Operand, Pair, Runs
 from loka_compile.probe.samples import Batches, SiteSamples, cut
 from loka_compile.table import BASELINE, Header, Measurement, Table
@@ -84,7 +85,11 @@ def quantify(
         if progress is not None:
             progress(site)
     fingerprint = {site: tuple(seen.weights[0].shape) for site, seen in samples.items()}
-    return Table(_header(target, device, chosen, fingerprint, dropped), rows)
+    same = {
+        tensor(site, what): tensor(first, what)
+        for site, seen in samples.items() for what, first in seen.same.items() if first != site
+    }  # fmt: skip
+    return Table(dataclasses.replace(_header(target, device, chosen, fingerprint, dropped), same=same), rows)
 
 
 def _providers(given: Iterable[str | Provider] | None) -> list[Provider]:
@@ -137,11 +142,21 @@ class _Site:
         gemm = self.seen.gemm(self.site, role)
         pairs, reason = self._pairs(role)
         runs = Runs(gemm, pairs, self.emulated)
-        rows = [self._row(gemm, self.baseline, NATIVE, runs, reason)]
-        for provider in self.providers:
-            for recipe in provider.recipes.values():
-                rows.append(self._row(gemm, provider, recipe, runs, reason))
+        candidates = [(self.baseline, NATIVE)]
+        candidates += [(provider, recipe) for provider in self.providers for recipe in provider.recipes.values()]
+        rows = []
+        for provider, recipe in candidates:
+            row = self._row(gemm, provider, recipe, runs, reason)
+            rows += [self._resized(row, size, provider, recipe) for size in self.seen.sizes]
         return rows
+
+    def _resized(self, row: Measurement, size: int, provider: Provider, recipe: Recipe) -> Measurement:
+        """The row at another batch size: the error is the same, the cost is not."""
+        if size == row.m_min:
+            return row
+        gemm = self.seen.gemm(self.site, Role(row.role), size)
+        row = self._with_cost(dataclasses.replace(row, m_min=size, m_max=size), gemm, provider, recipe)
+        return dataclasses.replace(row, refused=row.refused or provider.refuses_shape(gemm, recipe) or "")
 
     def _pairs(self, role: Role) -> tuple[list[Pair], str]:
         """Operand pairs of the role, or the reason why there are none."""
@@ -213,14 +228,27 @@ class _Site:
         if self.costs is None:
             return dataclasses.replace(row, saved_bytes=saved)
         latency = self.costs.latency(gemm, provider.name, recipe)
+        row = dataclasses.replace(row, baseline_us=self.costs.baseline(gemm), saved_bytes=saved)
+        if latency is None:
+            return dataclasses.replace(row, quantize_us=math.nan, gemm_us=math.nan)
+        a_form, b_form = _forms(gemm.role, provider, recipe)
         return dataclasses.replace(
             row,
-            quantize_us=math.nan if latency is None else latency.quantize_us,
-            gemm_us=math.nan if latency is None else latency.gemm_us,
-            baseline_us=self.costs.baseline(gemm),
-            saved_bytes=saved,
-            speed_source="none" if latency is None else f"cost table {self.costs.target}",
-        )
+            quantize_us=latency.quantize_us,
+            gemm_us=latency.gemm_us,
+            speed_source=f"cost table {self.costs.target}",
+            a_form=a_form, a_once_us=latency.quantize_a_us - latency.a_layout_us, a_layout_us=latency.a_layout_us,
+            b_form=b_form, b_once_us=latency.quantize_b_us - latency.b_layout_us, b_layout_us=latency.b_layout_us,
+        )  # fmt: skip
+
+
+def _forms(role: Role, provider: Provider, recipe: Recipe) -> tuple[str, str]:
+    """The forms that the operands are quantised in. Providers share one quantiser unless they bring their own."""
+    from loka_compile.lowering.providers.base import Provider as Common
+
+    own = "" if type(provider).quantize is Common.quantize else provider.name
+    a, b = TRANSPOSED[role]
+    return form(recipe.a, recipe.a_dtype, a, own), form(recipe.b, recipe.b_dtype, b, own)
 
 
 def _header(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,11 @@ class SiteSamples:
     roles: Collection[Role | str] = field(default_factory=lambda: tuple(Role))
     #: True when M varies from call to call.
     dynamic: bool = False
+    #: Batch sizes seen from call to call, where they vary.
+    batches: Collection[int] = ()
+    #: Operands that are the very tensor of another site: "input", "weight", "grad_output" -> that site. All sites with
+    #: one tensor name the same one of them.
+    same: Mapping[str, str] = field(default_factory=dict)
     #: What a fused kernel of the target would quantise: "weight", "grad_output", "input" (for grad_weight).
     fused: Collection[str] = ()
 
@@ -45,18 +50,27 @@ class SiteSamples:
         """The weight samples as a list."""
         return [self.weight] if isinstance(self.weight, Tensor) else list(self.weight)
 
-    def gemm(self, site: str, role: Role) -> Gemm:
-        """The GEMM of ``role``, with the real batch size."""
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes to take costs at: the real one, and where it varies, up to five over what was seen."""
+        if not (self.dynamic and self.batches):
+            return [self.batch]
+        low, high = min(self.batch, *self.batches), max(self.batch, *self.batches)
+        between = {round(math.sqrt(low * self.batch)), round(math.sqrt(self.batch * high))}
+        return sorted({low, self.batch, high, *between})
+
+    def gemm(self, site: str, role: Role, batch: int | None = None) -> Gemm:
+        """The GEMM of ``role``, with the real batch size or another one."""
         n, k = self.weights[0].shape
-        m = self.batch
+        m = self.batch if batch is None else batch
         weight, grad, x = (name in self.fused for name in ("weight", "grad_output", "input"))
-        batch = "m" if self.dynamic else ""
+        varies = "m" if self.dynamic else ""
         if role is Role.FORWARD:
-            return Gemm(site, role, m, n, k, self.dtype, batch, a_bound=self.input_bound, b_fused=weight)
+            return Gemm(site, role, m, n, k, self.dtype, varies, a_bound=self.input_bound, b_fused=weight)
         if role is Role.GRAD_INPUT:
-            return Gemm(site, role, m, k, n, self.dtype, batch, a_fused=grad, b_fused=weight)
-        batch = "k" if self.dynamic else ""
-        return Gemm(site, role, n, k, m, self.dtype, batch, b_bound=self.input_bound, a_fused=grad, b_fused=x)
+            return Gemm(site, role, m, k, n, self.dtype, varies, a_fused=grad, b_fused=weight)
+        varies = "k" if self.dynamic else ""
+        return Gemm(site, role, n, k, m, self.dtype, varies, b_bound=self.input_bound, a_fused=grad, b_fused=x)
 
     def check(self, site: str) -> None:
         """Raise ProbeError unless all samples are matrices of one layer."""
