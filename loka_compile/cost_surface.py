@@ -1,44 +1,44 @@
-"""Latency as a function of shape, from a handful of measured points. Numpy only.
-
-Three steps, each of which keeps the one before honest:
+"""Latency as a function of shape, from measured points. Numpy only.
 
 1. A *model* ``sum_j c_j * feature_j(shape)`` whose features grow with every dimension (the first is the constant 1: the
    launch) and whose coefficients ``c_j >= 0`` are fitted by least squares on relative errors; but never below launch
    plus ``least(shape)``, the time that its bytes take at the bandwidth of the data sheet. Monotone by construction.
-2. *Bounds* from every measured point ``(s_i, t_i)``: a shape is not faster than a measured one that it contains, and
-   grows from one at most proportionally, up to an exponent::
+2. A *correction*: what the model misses at the points, ``log(time / model)``, is interpolated between them by kriging
+   (a Gaussian process over the logarithms of the sizes) and multiplied in. It knows that a kernel has bad tiles for
+   some shapes, is smooth, follows the points as far as their noise allows, and fades to 1 away from them: there the
+   model stands alone.
+3. A measured shape answers with its measurement.
 
-       max_i t_i * prod_d min(1, s_d / s_id)**growth   <=  t(s)  <=  min_i t_i * prod_d max(1, s_d / s_id)**growth
-
-   ``growth`` is ``GROWTH``, or as much more as the points themselves need to obey the bounds. Both sides are monotone
-   and continuous, so clipping the model to them is too. At ``s_i`` they meet, and their influence fades with the
-   distance between the logarithms of the shapes: this is the correction of the model.
-3. A measured shape answers with its measurement. That differs from step 2 only where measurements contradict each other
-   (a kernel that is faster on a larger shape), and is then the one place where the surface is not monotone.
+How much an answer is worth is another question: :meth:`Surface.comparable` says whether a measured shape is like the
+one asked for. Where none is, an answer is an extrapolation, and costs.py draws no advantage from it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-#: Smallest exponent of growth per dimension. Above 1 because doubling a dimension was seen to cost up to 2.13 times
-#: (fewer hits in L2, a last wave of tiles that is partly empty).
-GROWTH = 1.1
-#: Largest one. Steeper bounds say nothing any more; points that need it contradict each other.
-MAX_GROWTH = 4.0
 #: Fewer points than this do not carry a model: only the measured shapes themselves have a cost then.
 MIN_POINTS = 4
+#: How far a measured time speaks for other sizes (in ln): e**1 is a factor of 2.7 in one dimension.
+LENGTH = 1.0
+#: Variance of a measurement about the smooth surface, relative to the variance of the correction.
+NOISE = 0.1
+#: A shape is comparable to a measured one if no size is smaller than its by more than this factor, or larger by more
+#: than that. Below, launches and partly filled tiles take over and FP8's advantage vanishes; above, it stays.
+BELOW, ABOVE = 2.0, 4.0
 
 Array = NDArray[np.float64]
 Shape = tuple[int, ...]
 
 
 class Surface:
-    """Latency in microseconds over shapes of one kernel.
+    """Latency in microseconds over shapes of one kernel. What is expensive is computed when first asked for.
 
     Args:
         points: measured latency by shape.
@@ -52,19 +52,17 @@ class Surface:
         features: Callable[[Shape], Sequence[float]],
         least: Callable[[Shape], float],
     ) -> None:
-        """Fit the model to the points."""
         self.points = dict(points)
         self._features = features
         self._least = least
-        self._log_shapes = np.log(np.array([_positive(s) for s in self.points], dtype=np.float64))
-        self._times = np.array(list(self.points.values()), dtype=np.float64)
-        #: Exponent of the bounds (step 2).
-        self.growth = _growth(self._log_shapes, np.log(self._times))
-        #: Fitted coefficients, one per feature, or None when there are too few points.
-        self.coefficients: Array | None = None
-        if len(self.points) >= MIN_POINTS:
-            matrix = np.array([features(s) for s in self.points], dtype=np.float64)
-            self.coefficients = fit_relative(matrix, self._times)
+
+    @functools.cached_property
+    def coefficients(self) -> Array | None:
+        """Fitted coefficients, one per feature, or None when there are too few points."""
+        if len(self.points) < MIN_POINTS:
+            return None
+        matrix = np.array([self._features(_positive(s)) for s in self.points], dtype=np.float64)
+        return fit_relative(matrix, np.array(list(self.points.values()), dtype=np.float64))
 
     def model(self, shape: Shape) -> float | None:
         """The fitted model alone (step 1), or None when there are too few points."""
@@ -81,10 +79,30 @@ class Surface:
         value = self.model(shape)
         if value is None:
             return None
-        gap = np.log(np.array(_positive(shape), dtype=np.float64)) - self._log_shapes
-        lower = float(np.max(self._times * np.exp(self.growth * np.minimum(gap, 0).sum(axis=1))))
-        upper = float(np.min(self._times * np.exp(self.growth * np.maximum(gap, 0).sum(axis=1))))
-        return max(lower, min(value, upper))
+        return max(value * math.exp(self._correction(shape)), self._least(_positive(shape)))
+
+    def comparable(self, shape: Shape) -> bool:
+        """Whether a measured shape is like this one; see ``BELOW`` and ``ABOVE``."""
+        gaps = _logs(_positive(shape)) - self._log_shapes
+        inside = (gaps >= -math.log(BELOW) - 1e-9) & (gaps <= math.log(ABOVE) + 1e-9)
+        return bool(inside.all(axis=1).any())
+
+    @functools.cached_property
+    def _log_shapes(self) -> Array:
+        return np.array([_logs(_positive(s)) for s in self.points], dtype=np.float64).reshape(len(self.points), -1)
+
+    @functools.cached_property
+    def _weights(self) -> Array:
+        """What every point adds to the correction where its correlation is 1."""
+        missed = [math.log(time / (self.model(shape) or time)) for shape, time in self.points.items()]
+        covariance = _correlation(self._log_shapes, self._log_shapes)
+        covariance[np.diag_indices_from(covariance)] += NOISE
+        weights: Array = np.linalg.solve(covariance, np.array(missed, dtype=np.float64)).astype(np.float64)
+        return weights
+
+    def _correction(self, shape: Shape) -> float:
+        """The interpolated logarithm of time / model (step 2)."""
+        return float((_correlation(_logs(_positive(shape))[None, :], self._log_shapes) @ self._weights)[0])
 
 
 def fit_relative(matrix: Array, times: Array) -> Array:
@@ -114,14 +132,14 @@ def fit_relative(matrix: Array, times: Array) -> Array:
     return best
 
 
-def _growth(log_shapes: Array, log_times: Array) -> float:
-    """The smallest exponent in ``GROWTH..MAX_GROWTH`` with which no point lies outside the bounds of another."""
-    gaps = np.maximum(log_shapes[:, None, :] - log_shapes[None, :, :], 0).sum(axis=2)
-    rises = log_times[:, None] - log_times[None, :]
-    larger = gaps > 0
-    needed = float((rises[larger] / gaps[larger]).max(initial=0.0))
-    # A hair more, so that rounding does not put a point outside the bound that it defines.
-    return min(MAX_GROWTH, max(GROWTH, needed * (1 + 1e-9)))
+def _correlation(one: Array, other: Array) -> Array:
+    """Squared exponential: 1 for equal shapes, 0.6 at a distance of ``LENGTH``."""
+    squared = np.square((one[:, None, :] - other[None, :, :]) / LENGTH).sum(axis=2)
+    return np.asarray(np.exp(-0.5 * squared))
+
+
+def _logs(shape: Shape) -> Array:
+    return np.log(np.array(shape, dtype=np.float64))
 
 
 def _positive(shape: Shape) -> Shape:

@@ -20,36 +20,20 @@ all shapes. What was not measured is derived by these rules, and all of it is an
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib.resources
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from loka_compile import gemm as vocabulary
+from loka_compile.cost_file import RECIPES, GemmKey, Points, QuantizeKey, parse
 from loka_compile.cost_surface import Shape, Surface
-from loka_compile.errors import CorruptFileError, UnknownNameError
+from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
 from loka_compile.operands import LAYOUT_FREE, TRANSPOSED
 from loka_compile.table import BASELINE
-
-#: The recipes that gemm.py defines, by name.
-RECIPES: Mapping[str, Recipe] = {r.name: r for r in vars(vocabulary).values() if isinstance(r, Recipe)}
-#: Columns that every line must have; others (spreads, clocks) are allowed and ignored.
-COLUMNS = (
-    "m", "n", "k", "role", "dtype", "provider", "recipe", "quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us"
-)  # fmt: skip
-
-K = TypeVar("K")
-#: Provider, recipe, role, dtype.
-GemmKey = tuple[str, str, str, str]
-#: Scaling, whether the operand is the transpose of what is stored, dtype.
-QuantizeKey = tuple[Scaling, bool, str]
 
 _SUFFIX = ".csv"
 #: bf16 and fp16 run at the same rate and move the same bytes.
@@ -59,7 +43,11 @@ _MEGA = 1e-6
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds of one GEMM of one candidate. ``measured`` says that this very GEMM shape is in the table."""
+    """Microseconds of one GEMM of one candidate.
+
+    ``measured`` says that this very GEMM shape is in the table; ``comparable`` that one like it is. Where none is,
+    ``gemm_us`` is no less than the baseline.
+    """
 
     quantize_a_us: float
     quantize_b_us: float
@@ -69,6 +57,7 @@ class Latency:
     #: anyway, or the bytes that a fused kernel writes for it. The rest serves every reader of that form (operands.py).
     a_layout_us: float = 0.0
     b_layout_us: float = 0.0
+    comparable: bool = True
 
     @property
     def quantize_us(self) -> float:
@@ -82,20 +71,13 @@ class Latency:
 
 
 class CostTable:
-    """Latencies of every measured candidate on one target.
+    """Latencies of every measured candidate on one target."""
 
-    Raises:
-        CorruptFileError: a line lacks a column, or holds no number where one belongs; the text names the line.
-    """
-
-    def __init__(self, target: str, lines: Iterable[tuple[int, Mapping[str, str]]], meta: Mapping[str, str]) -> None:
-        """Sort the lines by what they measure and fit a surface to each."""
+    def __init__(self, target: str, points: Points, meta: dict[str, str]) -> None:
+        """Make a surface of the points of each kernel and each quantiser; it is fitted when first asked."""
         self.target = target
         #: The ``# key: value`` lines of the file: GPU, versions, method.
-        self.meta = dict(meta)
-        points = _Points()
-        for number, line in lines:
-            points.add(line, f"cost table {target!r}, line {number}")
+        self.meta = meta
         bandwidth = re.match(r"[\d.]+", self.meta.get("bandwidth_gb_s", ""))
         # Microseconds per megabyte at the bandwidth of the data sheet: a byte cannot cost less.
         self._per_megabyte = 1e3 / float(bandwidth.group()) if bandwidth else 0.0
@@ -145,25 +127,11 @@ class CostTable:
         """A cost table of one's own; ``target`` defaults to the name of the file.
 
         Raises:
-            CorruptFileError: see the class. OSError: the file cannot be opened.
+            CorruptFileError: a line lacks a column, or holds no number where one belongs; the text names the line.
+            OSError: the file cannot be opened.
         """
-        text = Path(path).read_text(encoding="utf-8")
-        return cls._parse(text, target or Path(path).stem)
-
-    @classmethod
-    def _parse(cls, text: str, target: str) -> CostTable:
-        numbered = list(enumerate(text.splitlines(), start=1))
-        meta = {}
-        for _, line in numbered:
-            match = re.match(r"#\s*([a-z_-]+):\s*(.*)", line)
-            if match:
-                meta[match.group(1)] = match.group(2)
-        body = [(number, line) for number, line in numbered if line.strip() and not line.startswith("#")]
-        reader = csv.DictReader([line for _, line in body])
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise CorruptFileError(f"cost table {target!r} lacks the columns {missing}")
-        return cls(target, zip((number for number, _ in body[1:]), reader, strict=False), meta)
+        target = target or Path(path).stem
+        return cls(target, *parse(Path(path).read_text(encoding="utf-8"), target))
 
     @functools.cached_property
     def has_fused_kernels(self) -> bool:
@@ -177,6 +145,9 @@ class CostTable:
     def latency(self, gemm: Gemm, provider: str, recipe: str | Recipe) -> Latency | None:
         """Cost of ``gemm`` under a candidate, or None if that candidate was never measured.
 
+        Speeds are not extrapolated in favour of a candidate: without a comparable measured shape of both the kernel and
+        the baseline, the kernel counts as no faster than the baseline.
+
         Args:
             recipe: a name out of gemm.py, or a Recipe of the caller's own (its scalings decide what quantising costs).
         """
@@ -186,9 +157,13 @@ class CostTable:
         scheme = recipe if isinstance(recipe, Recipe) else RECIPES.get(recipe)
         if scheme is None:
             return None
-        time, measured = self._gemm_us(provider, name, gemm)
+        time, measured, comparable = self._gemm_us(provider, name, gemm)
         if time is None:
             return None
+        baseline, _, baseline_comparable = self._gemm_us(*BASELINE, gemm)
+        comparable = comparable and baseline_comparable
+        if not comparable:
+            time = max(time, baseline or 0.0)
         turned_a, turned_b = TRANSPOSED[gemm.role]
         a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
         b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
@@ -196,7 +171,7 @@ class CostTable:
             return None
         a_layout = self._layout_us(a, scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
         b_layout = self._layout_us(b, scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
-        return Latency(a, b, time, measured, a_layout, b_layout)
+        return Latency(a, b, time, measured, a_layout, b_layout, comparable)
 
     def _layout_us(
         self,
@@ -221,24 +196,32 @@ class CostTable:
 
     def baseline(self, gemm: Gemm) -> float:
         """Microseconds of ``gemm`` in high precision: bf16/fp16, or TF32 for float32; NaN if none was measured."""
-        time, _ = self._gemm_us(*BASELINE, gemm)
+        time, _, _ = self._gemm_us(*BASELINE, gemm)
         return math.nan if time is None else time
 
-    def _gemm_us(self, provider: str, recipe: str, gemm: Gemm) -> tuple[float | None, bool]:
+    def _gemm_us(self, provider: str, recipe: str, gemm: Gemm) -> tuple[float | None, bool, bool]:
+        """Time, whether it was measured, whether a comparable shape was.
+
+        Points of the GEMM's own role and dtype are preferred, but points that are like it to those that are not.
+        """
         dtype = _ALIKE.get(gemm.dtype, gemm.dtype)
         shape = (gemm.m, gemm.n, gemm.k)
-        for role in dict.fromkeys((gemm.role.value, Role.FORWARD.value)):
+        baseline = (provider, recipe) == BASELINE
+        found: tuple[float | None, bool, bool] = (None, False, False)
+        for role in (gemm.role.value, Role.FORWARD.value) if baseline else ("",):
             for stored in dict.fromkeys((dtype, "bfloat16")):
                 surface = self._gemms.get((provider, recipe, role, stored))
-                if surface is None:
+                time = None if surface is None else surface(shape)
+                if surface is None or time is None:
                     continue
-                time = surface(shape)
-                if time is None:
-                    continue
-                if stored == dtype:
-                    return time, shape in surface.points
-                return time + self._wider(surface, shape, (provider, recipe) == BASELINE), False
-        return None, False
+                comparable, measured = surface.comparable(shape), stored == dtype and shape in surface.points
+                if stored != dtype:
+                    time += self._wider(surface, shape, baseline)
+                if comparable:
+                    return time, measured, True
+                if found[0] is None:
+                    found = (time, measured, False)
+        return found
 
     def _wider(self, surface: Surface, shape: Shape, baseline: bool) -> float:
         """What fp32 adds to a latency measured at 16 bits; non-negative and non-decreasing in every dimension.
@@ -322,66 +305,7 @@ def _quantize_bytes(scaling: Scaling, dtype: str) -> int:
     return (2 if scaling is Scaling.TENSORWISE else 1) * _width(dtype) + 1
 
 
-def _whole(value: str | None, where: str) -> int:
-    if value is None or not value.strip().isdigit():
-        raise CorruptFileError(f"{where} must be a whole number, not {value!r}")
-    return int(value)
-
-
-def _microseconds(value: str | None, where: str) -> float | None:
-    if value is None or not value.strip():
-        return None
-    try:
-        time = float(value)
-    except ValueError:
-        time = math.nan
-    if not (math.isfinite(time) and time > 0):
-        raise CorruptFileError(f"{where} must be a time above 0 or empty, not {value!r}")
-    return time
-
-
-class _Points:
-    """The lines of a file sorted into what they measure; different times of one thing are averaged."""
-
-    def __init__(self) -> None:
-        self.gemm: dict[GemmKey, dict[Shape, list[float]]] = {}
-        self.quantize: dict[QuantizeKey, dict[Shape, list[float]]] = {}
-
-    def add(self, line: Mapping[str, str], where: str) -> None:
-        m, n, k = (_whole(line[name], f"{where}, column {name!r}") for name in "mnk")
-        role, dtype = line["role"], line["dtype"]
-        if role not in [r.value for r in Role]:
-            raise CorruptFileError(f"{where}: unknown role {role!r}")
-        recipe = RECIPES.get(line["recipe"])
-        if recipe is None:
-            raise CorruptFileError(f"{where}: unknown recipe {line['recipe']!r}; known are {sorted(RECIPES)}")
-        time = {
-            name: _microseconds(line[name], f"{where}, column {name!r}")
-            for name in ("quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us")
-        }
-        if time["gemm_us"] is not None:
-            self._put(self.gemm, (line["provider"], recipe.name, role, dtype), (m, n, k), time["gemm_us"])
-        if time["baseline_us"] is not None:
-            self._put(self.gemm, (*BASELINE, role, dtype), (m, n, k), time["baseline_us"])
-        turned_a, turned_b = role == Role.GRAD_WEIGHT.value, role != Role.FORWARD.value
-        if time["quantize_a_us"] is not None:
-            self._put(self.quantize, (recipe.a, turned_a, dtype), (k, m) if turned_a else (m, k), time["quantize_a_us"])
-        if time["quantize_b_us"] is not None:
-            self._put(self.quantize, (recipe.b, turned_b, dtype), (k, n) if turned_b else (n, k), time["quantize_b_us"])
-
-    @staticmethod
-    def _put(into: dict[Any, dict[Shape, list[float]]], key: Any, shape: Shape, time: float) -> None:
-        into.setdefault(key, {}).setdefault(shape, []).append(time)
-
-    @staticmethod
-    def means(of: dict[K, dict[Shape, list[float]]]) -> dict[K, dict[Shape, float]]:
-        return {
-            key: {shape: math.fsum(sorted(set(times))) / len(set(times)) for shape, times in points.items()}
-            for key, points in of.items()
-        }
-
-
 @functools.cache
 def _load_shipped(target: str) -> CostTable:
     file = importlib.resources.files("loka_compile") / "data" / f"{target}{_SUFFIX}"
-    return CostTable._parse(file.read_text(encoding="utf-8"), target)
+    return CostTable(target, *parse(file.read_text(encoding="utf-8"), target))

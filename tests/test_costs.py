@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from loka_compile.cost_surface import GROWTH, Surface, fit_relative
+from loka_compile.cost_surface import Surface, fit_relative
 from loka_compile.costs import RECIPES, CostTable, target_of_device_name
 from loka_compile.errors import CorruptFileError, UnknownNameError
 from loka_compile.gemm import (

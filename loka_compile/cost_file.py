@@ -1,0 +1,124 @@
+"""Reads the lines of a cost table and sorts them by what they measure. No torch import.
+
+A line may hold any of four times, the empty ones were not measured:
+
+    quantize_a_us, quantize_b_us   one operand of a GEMM of this role, with the scaling of the recipe
+    gemm_us                        the provider's kernel on quantised operands. They are [m, k] and [n, k], contiguous,
+                                   whatever the role, so that the lines of all roles are points of one kernel
+    baseline_us                    the GEMM in high precision, on operands as this role finds them stored
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from loka_compile import gemm as vocabulary
+from loka_compile.cost_surface import Shape
+from loka_compile.errors import CorruptFileError
+from loka_compile.gemm import Recipe, Role, Scaling
+from loka_compile.table import BASELINE
+
+#: The recipes that gemm.py defines, by name.
+RECIPES: Mapping[str, Recipe] = {r.name: r for r in vars(vocabulary).values() if isinstance(r, Recipe)}
+#: Columns that every line must have; others (spreads, notes) are allowed and ignored.
+COLUMNS = (
+    "m", "n", "k", "role", "dtype", "provider", "recipe", "quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us"
+)  # fmt: skip
+
+K = TypeVar("K")
+#: Provider, recipe, role ("" for kernels: they know none), dtype.
+GemmKey = tuple[str, str, str, str]
+#: Scaling, whether the operand is the transpose of what is stored, dtype.
+QuantizeKey = tuple[Scaling, bool, str]
+
+
+def parse(text: str, target: str) -> tuple[Points, dict[str, str]]:
+    """The measurements in the text of a file, and its ``# key: value`` lines.
+
+    Raises:
+        CorruptFileError: a line lacks a column, or holds no number where one belongs; the text names the line.
+    """
+    meta: dict[str, str] = {}
+    body: list[tuple[int, str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = re.match(r"#\s*([a-z_-]+):\s*(.*)", line)
+        if match:
+            meta[match.group(1)] = match.group(2)
+        elif line.strip() and not line.startswith("#"):
+            body.append((number, line))
+    reader = csv.DictReader([line for _, line in body])
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise CorruptFileError(f"cost table {target!r} lacks the columns {missing}")
+    points = Points()
+    for (number, _), row in zip(body[1:], reader, strict=False):
+        points.add(row, f"cost table {target!r}, line {number}")
+    return points, meta
+
+
+class Points:
+    """The lines of a file sorted into what they measure; different times of one thing are averaged."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.gemm: dict[GemmKey, dict[Shape, list[float]]] = {}
+        self.quantize: dict[QuantizeKey, dict[Shape, list[float]]] = {}
+
+    def add(self, line: Mapping[str, str], where: str) -> None:
+        """Sort the times of one line in; CorruptFileError names ``where`` and the column."""
+        m, n, k = (_whole(line[name], f"{where}, column {name!r}") for name in "mnk")
+        role, dtype = line["role"], line["dtype"]
+        if role not in [r.value for r in Role]:
+            raise CorruptFileError(f"{where}: unknown role {role!r}")
+        recipe = RECIPES.get(line["recipe"])
+        if recipe is None:
+            raise CorruptFileError(f"{where}: unknown recipe {line['recipe']!r}; known are {sorted(RECIPES)}")
+        time = {
+            name: _microseconds(line[name], f"{where}, column {name!r}")
+            for name in ("quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us")
+        }
+        if time["gemm_us"] is not None:
+            candidate = (line["provider"], recipe.name)
+            of = role if candidate == BASELINE else ""
+            self._put(self.gemm, (*candidate, of, dtype), (m, n, k), time["gemm_us"])
+        if time["baseline_us"] is not None:
+            self._put(self.gemm, (*BASELINE, role, dtype), (m, n, k), time["baseline_us"])
+        turned_a, turned_b = role == Role.GRAD_WEIGHT.value, role != Role.FORWARD.value
+        if time["quantize_a_us"] is not None:
+            self._put(self.quantize, (recipe.a, turned_a, dtype), (k, m) if turned_a else (m, k), time["quantize_a_us"])
+        if time["quantize_b_us"] is not None:
+            self._put(self.quantize, (recipe.b, turned_b, dtype), (k, n) if turned_b else (n, k), time["quantize_b_us"])
+
+    @staticmethod
+    def _put(into: dict[Any, dict[Shape, list[float]]], key: Any, shape: Shape, time: float) -> None:
+        into.setdefault(key, {}).setdefault(shape, []).append(time)
+
+    @staticmethod
+    def means(of: dict[K, dict[Shape, list[float]]]) -> dict[K, dict[Shape, float]]:
+        """One time for every shape."""
+        return {
+            key: {shape: math.fsum(sorted(set(times))) / len(set(times)) for shape, times in points.items()}
+            for key, points in of.items()
+        }
+
+
+def _whole(value: str | None, where: str) -> int:
+    if value is None or not value.strip().isdigit():
+        raise CorruptFileError(f"{where} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _microseconds(value: str | None, where: str) -> float | None:
+    if value is None or not value.strip():
+        return None
+    try:
+        time = float(value)
+    except ValueError:
+        time = math.nan
+    if not (math.isfinite(time) and time > 0):
+        raise CorruptFileError(f"{where} must be a time above 0 or empty, not {value!r}")
+    return time
