@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
+from scipy.spatial.distance import cdist
 
+from loka_compile.cost_file import parse
 from loka_compile.cost_surface import Surface, fit_relative
 from loka_compile.costs import RECIPES, CostTable, target_of_device_name
 from loka_compile.errors import CorruptFileError, UnknownNameError
@@ -80,7 +82,8 @@ def test_model_misses_its_own_points_by_little():
     """The fitted model alone, before the correction: within 25 % but for one point (DeepGEMM at 4096x1024x1024)."""
     misses = {}
     for provider, recipe in [*CANDIDATES, ("high_precision", "native")]:
-        surface = H200._gemms[(provider, recipe, "forward", "bfloat16")]
+        role = "forward" if provider == "high_precision" else ""
+        surface = H200._gemms[(provider, recipe, role, "bfloat16")]
         for shape, time in surface.points.items():
             misses[(provider, shape, recipe)] = abs(math.log(surface.model(shape) / time))
     outlier = misses.pop(("deepgemm", (4096, 1024, 1024), "blockwise"))
@@ -120,16 +123,14 @@ dims = st.tuples(size, size, size) | st.sampled_from(SHAPES)
 role_of = st.sampled_from(list(Role))
 
 
-@settings(max_examples=300, deadline=None)
-@given(dims, dims, role_of, st.sampled_from([*CANDIDATES, ("high_precision", "native")]),
-       st.sampled_from(["bfloat16", "float32"]))  # fmt: skip
-def test_larger_is_never_faster(one, other, role, candidate, dtype):
-    small = tuple(map(min, one, other))
-    large = tuple(map(max, one, other))
-    a = H200.latency(gemm(*small, role, dtype=dtype), *candidate)
-    b = H200.latency(gemm(*large, role, dtype=dtype), *candidate)
-    for name in ("gemm_us", "quantize_a_us", "quantize_b_us", "total_us"):
-        assert getattr(a, name) <= getattr(b, name) * (1 + 1e-12), (name, small, large)
+@settings(max_examples=200, deadline=None)
+@given(dims, dims, st.sampled_from([*H200._gemms.values(), *H200._quantizers.values()]))
+def test_the_model_of_a_larger_shape_is_never_faster(one, other, surface):
+    """The model alone; measurements are not always so, and the correction follows them."""
+    width = len(next(iter(surface.points)))
+    small = tuple(map(min, one, other))[:width]
+    large = tuple(map(max, one, other))[:width]
+    assert surface.model(small) <= surface.model(large) * (1 + 1e-12)
 
 
 @settings(max_examples=200, deadline=None)
@@ -138,8 +139,11 @@ def test_no_jumps(shape, axis, role, candidate):
     """One more row (column, ...) of a large shape changes the time by about its share of the work, not by a step."""
     shape = tuple(max(s, 64) for s in shape)
     more = tuple(s + 1 if d == axis else s for d, s in enumerate(shape))
-    a, b = (H200.latency(gemm(*s, role), *candidate).total_us for s in (shape, more))
-    assert b / a - 1 <= 2.0 / shape[axis]
+    if shape in SHAPES or more in SHAPES:
+        return  # a measurement stands beside the smooth surface
+    a, b = (H200.latency(gemm(*s, role), *candidate) for s in (shape, more))
+    if a.comparable == b.comparable:  # at the border of what was measured the advantage ends
+        assert abs(b.gemm_us / a.gemm_us - 1) <= 5.0 / shape[axis]
 
 
 @settings(max_examples=200, deadline=None)
@@ -252,6 +256,53 @@ def test_targets_and_device_names():
         assert target_of_device_name(other) is None
 
 
+# --- never in favour of FP8 beyond what was measured ---
+
+
+@pytest.mark.parametrize(
+    "beyond",
+    [
+        gemm(16, 8, 131_072, Role.GRAD_WEIGHT),  # a token mixing layer
+        gemm(8, 16, 131_072, Role.GRAD_WEIGHT),
+        gemm(131_072, 8, 16),
+        gemm(4096, 1, 64),
+        gemm(4096, 64, 64),
+        gemm(4096, 4096, 16),
+        gemm(1, 4096, 4096),
+        gemm(1, 1024, 1024, dtype="float32"),
+        gemm(10**6, 4096, 4096),
+        gemm(4096, 4096, 10**6, a_bound=16.0, b_bound=1.0),
+        gemm(16, 16, 16, a_fused=True, b_fused=True),
+    ],
+    ids=str,
+)
+def test_without_a_comparable_measured_shape_fp8_is_never_faster(beyond):
+    for table in (H200, generous()):
+        for candidate in table.candidates():
+            latency = table.latency(beyond, *candidate)
+            assert not latency.comparable
+            assert table.baseline(beyond) / latency.total_us <= 1.0
+            # Not even with quantisation for free, as when another GEMM pays for it.
+            assert latency.gemm_us >= table.baseline(beyond)
+
+
+def generous():
+    """A table in which FP8 takes half the time at every measured shape, and quantising takes next to none."""
+    lines = [
+        f"{m},{n},{k},forward,bfloat16,lib,tensorwise,0.01,0.01,{(4 + 1e-9 * m * n * k) / 2},{4 + 1e-9 * m * n * k}"
+        for m, n, k in SHAPES
+    ]
+    columns = "m,n,k,role,dtype,provider,recipe,quantize_a_us,quantize_b_us,gemm_us,baseline_us"
+    return CostTable("generous", *parse("\n".join([columns, *lines]), "generous"))
+
+
+def test_near_a_measured_shape_the_advantage_is_kept():
+    for near in ((4096, 2048, 2048), (4000, 2048, 2176), (2048, 1024, 1024), (8192, 8192, 4096)):
+        latency = generous().latency(gemm(*near), "lib", "tensorwise")
+        assert latency.comparable
+        assert generous().baseline(gemm(*near)) / latency.total_us > 1.5
+
+
 # --- files of one's own ---
 
 HEAD = "m,n,k,role,dtype,provider,recipe,quantize_a_us,quantize_b_us,gemm_us,baseline_us,spread\n"
@@ -276,15 +327,15 @@ def test_larger_file_with_roles_and_both_operands(tmp_path):
     m, n, k = SHAPES[0]
     forward = table.latency(gemm(m, n, k), "lib", "rowwise")
     weight = table.latency(gemm(m, n, k, Role.GRAD_WEIGHT), "lib", "rowwise")
-    assert weight.gemm_us == pytest.approx(4 + 3e-9 * m * n * k, rel=1e-12)
+    # A kernel knows no role: the two measurements of a shape are averaged.
+    assert forward.gemm_us == weight.gemm_us == pytest.approx(4 + 2e-9 * m * n * k, rel=1e-12)
     assert weight.quantize_a_us == 6.0
     assert weight.quantize_b_us == 15.0
     # [2048, 256] (A, 2 us) and [768, 256] (B, 5 us) are points of one quantiser.
     assert (forward.quantize_a_us, forward.quantize_b_us) == (2.0, 5.0)
-    # grad_input has no lines: the forward's GEMM.
     assert table.latency(gemm(m, n, k, Role.GRAD_INPUT), "lib", "rowwise").gemm_us == forward.gemm_us
     # Data that follow the model are predicted well where nothing was measured.
-    assert table.latency(gemm(3000, 3000, 3000), "lib", "rowwise").gemm_us == pytest.approx(4 + 27, rel=0.05)
+    assert table.latency(gemm(3000, 3000, 3000), "lib", "rowwise").gemm_us == pytest.approx(4 + 54, rel=0.05)
 
 
 def test_measured_fp32_baseline_is_used(tmp_path):
@@ -336,25 +387,52 @@ def test_every_recipe_of_the_vocabulary_is_known():
 # --- the surface by itself ---
 
 
-def test_surface_bounds_meet_at_points_and_hold_between():
-    points = {(10, 10): 5.0, (100, 10): 20.0, (10, 100): 9.0, (100, 100): 60.0}
-    surface = Surface(points, lambda s: (1.0, s[0] * s[1] * 1.0), lambda s: 0.0)
-    for shape, time in points.items():
-        assert surface(shape) == time
-    assert surface((101, 100)) >= 60.0
-    assert surface((101, 100)) <= 60.0 * 1.01**GROWTH
-    assert surface((99, 100)) <= 60.0
-    assert surface((99, 100)) >= 60.0 * 0.99**GROWTH
+POINTS = {(m, n): 4.0 + 0.01 * m * n for m in (10, 30, 90) for n in (10, 30, 90)}
 
 
-def test_growth_adapts_to_points_that_need_it():
-    steep = {(10,): 1.0, (20,): 4.0, (40,): 16.0, (80,): 64.0}  # quadruples per doubling
-    surface = Surface(steep, lambda s: (1.0, s[0] * 1.0), lambda s: 0.0)
-    assert surface.growth == pytest.approx(2.0)
-    assert all(surface((a,)) <= surface((a + 1,)) for a in range(1, 200))
-    for key, shipped in [*H200._gemms.items(), *H200._quantizers.items()]:
-        # Most of it is needed by the 1x128 quantiser's 38.2 us at 1024x7680, beside 12.5 us at 4096x4096.
-        assert GROWTH <= shipped.growth < 2.0, key
+def surface_of(points, least=lambda s: 0.0):
+    return Surface(points, lambda s: (1.0, s[0] * s[1] * 1.0), least)
+
+
+def test_a_bad_tile_is_learnt_where_it_is_and_forgotten_far_away():
+    slow = {shape: time * (1.5 if shape == (90, 90) else 1.0) for shape, time in POINTS.items()}
+    surface = surface_of(slow)
+    assert surface((90, 90)) == slow[(90, 90)]
+    for near in ((91, 90), (80, 95)):
+        assert 1.2 < surface(near) / (4.0 + 0.01 * near[0] * near[1]) < 1.55
+    assert surface((31, 30)) == pytest.approx(4.0 + 0.01 * 31 * 30, rel=0.12)
+    far = (90_000, 90_000)
+    assert surface(far) == pytest.approx(surface.model(far), rel=1e-6)
+
+
+def test_noise_is_smoothed_but_a_measured_shape_answers_with_its_measurement():
+    rng = np.random.default_rng(0)
+    truth = {(m, n): 4.0 + 0.01 * m * n for m in range(10, 100, 10) for n in range(10, 100, 10)}
+    noisy = {shape: time * math.exp(0.05 * rng.normal()) for shape, time in truth.items()}
+    surface = surface_of(noisy)
+    errors = [math.log(surface((m, n)) / (4.0 + 0.01 * m * n)) for m in range(15, 90, 10) for n in range(15, 90, 10)]
+    assert np.std(errors) < 0.03
+    assert all(surface(shape) == time for shape, time in noisy.items())
+
+
+def test_interpolation_equals_the_textbook_formula():
+    """Kriging of log(time / model), written out with scipy."""
+    times = {shape: time * (1 + 0.1 * math.sin(sum(shape))) for shape, time in POINTS.items()}
+    surface = surface_of(times)
+    logs = np.log(np.array(list(times)))
+    missed = np.array([math.log(time / surface.model(shape)) for shape, time in times.items()])
+    for shape in ((10, 11), (55, 20), (200, 200)):
+        query = np.log(np.array([shape]))
+        near = np.exp(-0.5 * cdist(query, logs, "sqeuclidean"))[0]
+        weights = np.linalg.inv(np.exp(-0.5 * cdist(logs, logs, "sqeuclidean")) + 0.1 * np.eye(len(logs))) @ missed
+        assert surface(shape) == pytest.approx(surface.model(shape) * math.exp(near @ weights), rel=1e-9)
+
+
+def test_comparable_shapes():
+    surface = surface_of({(1000, 400): 5.0, (10, 4000): 5.0})
+    assert all(map(surface.comparable, [(1000, 400), (500, 200), (4000, 1600), (500, 1600), (5, 2000), (40, 16000)]))
+    assert not any(map(surface.comparable, [(499, 400), (1000, 199), (4001, 400), (1000, 1601), (10, 400), (1, 1)]))
+    assert not surface.comparable((0, 400))
 
 
 def test_surface_keeps_the_floor_that_physics_sets():

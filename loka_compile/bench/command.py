@@ -143,6 +143,8 @@ def _providers(console: Console, names: list[str]) -> list[Provider]:
 
 
 def _summary(console: Console, outcome: Outcome, out: Path, seconds: float) -> None:
+    for candidate, reason in outcome.failed.items():
+        console.print(escape(f"left out: {candidate}: {reason}"), soft_wrap=True)
     for key, reason in outcome.broken.items():
         console.print(escape(f"broken: {' '.join(part for part in key if part)}: {reason}"), soft_wrap=True)
     for (candidate, reason), count in outcome.refused.most_common(20):

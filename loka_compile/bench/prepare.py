@@ -6,8 +6,9 @@ lands in the caches on disk (Inductor's, Triton's, the library's), where the tim
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,6 @@ import torch
 
 from loka_compile.bench.workload import Operand
 from loka_compile.gemm import Gemm, Role
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,14 +112,32 @@ def configure() -> None:
     torch.set_float32_matmul_precision("high")
 
 
+#: Set in a worker whose device an earlier job broke.
+_lost = False
+
+
 def _run(job: Job) -> str | None:
+    if _lost:
+        time.sleep(60)  # this process is about to end: the job is late
     try:
-        return job.run()
+        answer = job.run()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        # Many processes share one GPU's memory.
-        torch.cuda.empty_cache()
+        answer = f"{type(error).__name__}: {str(error).strip() or 'no text'}"
+    return answer if _device_works() else f"it broke the device: {answer}"
+
+
+def _device_works() -> bool:
+    """Whether this process can go on; one that cannot ends a moment after it has handed in its answer."""
+    global _lost
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # many processes share one GPU's memory
+    except RuntimeError:
+        _lost = True
+        threading.Timer(1.0, os._exit, [1]).start()
+    return not _lost
 
 
 class Preparation:
@@ -128,14 +145,17 @@ class Preparation:
 
     Args:
         workers: number of processes; 0 prepares nothing, and nothing is waited for.
-        jobs: what to do.
+        jobs: what to do. One that takes its process down is never finished; another process takes its place.
+        apart: every job gets a process of its own.
     """
 
-    def __init__(self, workers: int, jobs: Sequence[Job]) -> None:
+    def __init__(self, workers: int, jobs: Sequence[Job], *, apart: bool = False) -> None:
         self._pool: Pool | None = None
         self._results: dict[Job, AsyncResult[str | None]] = {}
         if workers > 0 and jobs:
-            self._pool = multiprocessing.get_context("spawn").Pool(min(workers, len(jobs)), initializer=configure)
+            self._pool = multiprocessing.get_context("spawn").Pool(
+                min(workers, len(jobs)), initializer=configure, maxtasksperchild=1 if apart else None
+            )  # fmt: skip
             for job in dict.fromkeys(jobs):
                 self._results[job] = self._pool.apply_async(_run, (job,))
 

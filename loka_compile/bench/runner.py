@@ -37,9 +37,11 @@ class Outcome:
     measured: int = 0
     #: Candidate -> why it was left out, at how many shapes.
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    #: Candidate -> what its self-test found.
+    failed: dict[str, str] = field(default_factory=dict)
     #: Candidate and shape -> what it raised.
     broken: dict[Key, str] = field(default_factory=dict)
-    #: Groups of arms that the budget had no time for, and JIT kernels that were not compiled in time.
+    #: Groups of arms that the budget had no time for, and kernels that were not compiled in time or failed their test.
     left: int = 0
 
 
@@ -124,23 +126,28 @@ class Bench:
         tests: list[Job] = list(dict.fromkeys(SelfTest(p.name, r.name, Role.FORWARD) for _, p, r in pending))
         calls: list[Job] = [FirstCall(p.name, r.name, g) for g, p, r in pending if p.name in COMPILE_AT_FIRST_CALL]
         self.progress(0, 1, f"self-tests and first calls ({len(tests)} + {len(calls)})")
-        with Preparation(self.workers, [*tests, *calls]) as preparation:
-            preparation.wait([*tests, *calls], PREPARE_SHARE * self.seconds)
-            failed = {}
-            for test in tests:
-                assert isinstance(test, SelfTest)
-                reason = preparation.answer(test)
-                if reason:
-                    failed[(test.provider, test.recipe)] = reason
-            unready = {c for c in calls if not preparation.done(c)}
-        for gemm, provider, recipe in pending:
-            key = kernel_key(gemm, provider.name, recipe.name)
-            if (provider.name, recipe.name) in failed:
-                if key not in self.records.done:
-                    self._broken(key, gemm.role, failed[(provider.name, recipe.name)])
-            elif FirstCall(provider.name, recipe.name, gemm) in unready:
-                self._unready.add(key)
-        logger.info("prepared after %.0f s; %d first calls were late", self._used(), len(unready))
+        with (
+            Preparation(self.workers, tests, apart=True) as testing,
+            Preparation(self.workers, calls) as calling,
+        ):
+            testing.wait(tests, PREPARE_SHARE * self.seconds - self._used())
+            calling.wait(calls, PREPARE_SHARE * self.seconds - self._used())
+            for gemm, provider, recipe in pending:
+                test, call = (
+                    SelfTest(provider.name, recipe.name, Role.FORWARD),
+                    FirstCall(provider.name, recipe.name, gemm),
+                )
+                key = kernel_key(gemm, provider.name, recipe.name)
+                if testing.answer(test) or not testing.done(test):
+                    # Not recorded with the shapes: a next run tests it again, perhaps with another version.
+                    self.outcome.failed[f"{provider.name}:{recipe.name}"] = (
+                        testing.answer(test) or "the test did not end"
+                    )
+                    self._unready.add(key)
+                elif calling.answer(call):
+                    self._broken(key, gemm.role, calling.answer(call) or "")
+                elif not calling.done(call):
+                    self._unready.add(key)
 
     def _measure(self, gemms: deque[Gemm], quantizers: deque[list[Operand]], preparation: Preparation) -> None:
         total, finished = len(gemms) + len(quantizers), 0

@@ -1,5 +1,8 @@
 """The runner with a timer that counts instead of timing: order, budget, resuming, broken arms."""
 
+import os
+from dataclasses import dataclass
+
 import pytest
 import torch
 from rich.console import Console
@@ -7,7 +10,7 @@ from typer.testing import CliRunner
 
 from loka_compile.bench import arms, command, runner
 from loka_compile.bench.operands import Operands, copies_past_l2
-from loka_compile.bench.prepare import Preparation, SelfTest
+from loka_compile.bench.prepare import FirstCall, Preparation, SelfTest
 from loka_compile.bench.records import Records, Timing, kernel_key
 from loka_compile.bench.runner import Bench
 from loka_compile.bench.timing import DeviceLostError, summarise
@@ -146,14 +149,16 @@ def test_a_lost_device_ends_the_process_and_the_next_goes_on_after_it(tmp_path, 
 @rowwise
 def test_what_failed_its_self_test_or_was_not_compiled_in_time_is_not_timed(tmp_path, layers, monkeypatch):
     class Half(Preparation):
-        def __init__(self, workers, jobs):
+        def __init__(self, workers, jobs, **_):
             super().__init__(0, jobs)
 
         def answer(self, job):
+            if isinstance(job, FirstCall) and job.recipe == "rowwise_fast" and job.gemm.m == 64:
+                return "it broke the device: CUDA error"
             return "wrong numbers" if isinstance(job, SelfTest) and job.recipe == "rowwise" else None
 
         def done(self, job):
-            return getattr(job, "recipe", "") != "tensorwise"
+            return not (isinstance(job, FirstCall) and job.recipe == "tensorwise")
 
     monkeypatch.setattr(runner, "Preparation", Half)
     monkeypatch.setattr(runner, "COMPILE_AT_FIRST_CALL", {"torch"})
@@ -161,10 +166,33 @@ def test_what_failed_its_self_test_or_was_not_compiled_in_time_is_not_timed(tmp_
     outcome = bench(tmp_path / "h.csv", layers, timer, roles=(Role.FORWARD,)).run()
     timed = {name for group in timer.groups for name in group if "quantize" not in name}
     assert not any("'rowwise'" in name or "'tensorwise'" in name for name in timed)
-    assert any("'rowwise_fast'" in name for name in timed)
-    assert set(outcome.broken.values()) == {"wrong numbers"}
-    assert outcome.left == 2  # tensorwise at two shapes: left to another run, and not recorded
-    assert {key[6] for key in Records(tmp_path / "h.csv", HEADER).broken} == {"rowwise"}
+    assert [name for name in timed if "'rowwise_fast'" in name] == [
+        str(("32", "128", "256", "", "bfloat16", "torch", "rowwise_fast"))
+    ]
+    assert outcome.failed == {"torch:rowwise": "wrong numbers"}
+    assert set(outcome.broken.values()) == {"it broke the device: CUDA error"}
+    # rowwise and tensorwise at two shapes each: left to another run, and not recorded.
+    assert outcome.left == 4
+    assert Records(tmp_path / "h.csv", HEADER).broken == outcome.broken
+
+
+@dataclass(frozen=True)
+class Pretend:
+    """A job that breaks its process's device, ends its process, or says which process it runs in."""
+
+    what: str
+
+    def run(self):
+        if self.what == "break":
+            torch.cuda.is_initialized = lambda: True
+            torch.cuda.synchronize = self.fail
+            raise RuntimeError("CUDA error: illegal address")
+        if self.what == "exit":
+            os._exit(1)
+        return str(os.getpid())
+
+    def fail(self):
+        raise RuntimeError("CUDA error")
 
 
 def test_preparation_runs_jobs_in_other_processes():
@@ -174,6 +202,18 @@ def test_preparation_runs_jobs_in_other_processes():
         assert preparation.done(bad)
         assert preparation.answer(good) is None
         assert preparation.answer(bad).startswith("UnknownNameError: unknown recipe of provider 'torch' 'no_such'")
+
+
+def test_preparation_survives_a_lost_device_and_a_dead_process():
+    jobs = [Pretend(what) for what in ("one", "break", "exit", "two", "three")]
+    with Preparation(1, jobs) as preparation:
+        preparation.wait([jobs[1]], 120)
+        assert preparation.answer(jobs[1]) == "it broke the device: RuntimeError: CUDA error: illegal address"
+        preparation.wait([jobs[4]], 120)
+        pids = [preparation.answer(job) for job in (jobs[0], jobs[4])]
+        assert None not in pids
+        assert pids[0] != pids[1]
+        assert not preparation.done(jobs[2])
 
 
 # ------------------------------------------------------------------------------------------------ arms
