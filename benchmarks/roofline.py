@@ -3,8 +3,9 @@
     python benchmarks/roofline.py --out results/
 
 Three ceilings are measured first: the best FP8 rate that cuBLASLt reaches on large squares, the bandwidth of a large
-copying kernel (read plus written), and a launch: one kernel that does next to nothing, in a CUDA graph. A kernel's floor is
-the largest of its operations at that rate, its least bytes at that bandwidth, and a launch; its share is floor / time.
+copying kernel (read plus written), and a launch: one kernel that does next to nothing, in a CUDA graph. A kernel's
+floor is the largest of its operations at that rate, its least bytes at that bandwidth, and a launch; its share is
+floor / time.
 Medians of CUDA-graph replays, arms of a shape interleaved, inputs rotated past the L2.
 """
 

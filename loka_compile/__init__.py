@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loka_compile.backend import loka
     from loka_compile.config import LokaConfig
     from loka_compile.explain import explain
+    from loka_compile.loss import loss_of_plan, loss_sensitivity, plan_by_loss
     from loka_compile.mods_warning import ModsWarning
     from loka_compile.nn import BlockNorm, HardSwish
     from loka_compile.passes.base import Changes, Match, PassContext, Refusal, Tier
@@ -43,7 +44,10 @@ _HOME = {
     "apply_mods": "apply_mods",
     "explain": "explain",
     "loka": "backend",
+    "loss_of_plan": "loss",
+    "loss_sensitivity": "loss",
     "make_plan": "plan",
+    "plan_by_loss": "loss",
     "register_pass": "passes.registry",
     "reports": "report",
     "unregister_pass": "passes.registry",
@@ -66,7 +70,10 @@ __all__ = [
     "apply_mods",
     "explain",
     "loka",
+    "loss_of_plan",
+    "loss_sensitivity",
     "make_plan",
+    "plan_by_loss",
     "probe",
     "register_pass",
     "reports",

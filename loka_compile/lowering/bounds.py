@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+import loka_compile.ops  # noqa: F401  (defines the operators named here)
+
 aten = torch.ops.aten
 
 #: The value moves or is rounded, its magnitude stays.
