@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loka_compile.backend import loka
     from loka_compile.config import LokaConfig
     from loka_compile.explain import explain
+    from loka_compile.guard import Guard, guard
     from loka_compile.loss import loss_of_plan, loss_sensitivity, plan_by_loss
     from loka_compile.mods_warning import ModsWarning
     from loka_compile.nn import BlockNorm, HardSwish
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BlockNorm": "nn",
     "Changes": "passes.base",
+    "Guard": "guard",
     "HardSwish": "nn",
     "LokaConfig": "config",
     "Match": "passes.base",
@@ -43,6 +45,7 @@ _HOME = {
     "Tier": "passes.base",
     "apply_mods": "apply_mods",
     "explain": "explain",
+    "guard": "guard",
     "loka": "backend",
     "loss_of_plan": "loss",
     "loss_sensitivity": "loss",
@@ -56,6 +59,7 @@ _HOME = {
 __all__ = [
     "BlockNorm",
     "Changes",
+    "Guard",
     "HardSwish",
     "LokaConfig",
     "Match",
@@ -69,6 +73,7 @@ __all__ = [
     "__version__",
     "apply_mods",
     "explain",
+    "guard",
     "loka",
     "loss_of_plan",
     "loss_sensitivity",

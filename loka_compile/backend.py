@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ def _compile_graph(
     from loka_compile.auto import PlanAfterSampling
     from loka_compile.compile_fx import compile_rewritten
 
+    report.parameters = [weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)]
     passes = snapshot(config)
     expected = output_values(gm)
     if run_passes(gm, passes, config, report):

@@ -22,6 +22,7 @@ from loka_compile.header import Header
 from loka_compile.passes.nodes import argument, kind, subgraphs
 from loka_compile.passes.sites import learnt_weight, name_sites
 from loka_compile.plan import Plan, make_plan
+from loka_compile.put_back import sites_put_back
 from loka_compile.store import load_cached
 from loka_compile.table import Measurement, Table
 from loka_compile.thresholds import Limits, overrides
@@ -43,6 +44,8 @@ class Planning:
     #: True when the plan has to wait for samples.
     sample: bool = False
     note: str = ""
+    #: Sites that the drift guard has put back to high precision.
+    put_back: frozenset[str] = frozenset()
     #: What decides the GEMMs' dtype: that of the weights, and autocast around the graph.
     dtypes: tuple[str, ...] = ()
 
@@ -63,7 +66,7 @@ class Planning:
     def accept(self, table: Table) -> Plan:
         """Make the plan from a table that fits."""
         self.table = table
-        self.plan = make_plan(
+        plan = make_plan(
             table,
             max_mere=self.config.max_mere,
             min_speedup=self.config.min_speedup,
@@ -71,10 +74,19 @@ class Planning:
             per_site=self.config.per_site,
         )
         self.sample = False
+        self.plan = self.take(plan)
         unmatched = Limits(overrides=self.plan.per_site).unmatched(self.fingerprint)
-        if unmatched:
+        if unmatched and not self.note:
             self.note = f"option 'per_site': no site of this graph matches {', '.join(map(repr, unmatched))}"
         return self.plan
+
+    def take(self, plan: Plan) -> Plan:
+        """The plan less what the drift guard has put back."""
+        known = sorted({d.site for d in plan.decisions if not d.is_high_precision} & self.put_back)
+        if not known:
+            return plan
+        self.note = f"put back to high precision by the drift guard: {', '.join(known)}"
+        return plan.without(known, "put back by the drift guard")
 
 
 def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles: frozenset[Role]) -> Planning:
@@ -95,10 +107,11 @@ def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles:
         raise UnknownNameError("target in option 'target'", config.target, CostTable.targets())
     _check_providers(config)
     planning = Planning(config, fingerprint(gm), target, emulate=target is not None and target != _target_of(device))
+    planning.put_back = sites_put_back(gm)
     if config.plan is not None:
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(config.plan)
         _check_plan(plan, planning, device)
-        planning.plan = plan
+        planning.plan = planning.take(plan)
     elif config.table == "off":
         planning.note = "no plan: option table is 'off'"
     elif not isinstance(config.table, str) or config.table != "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loka_compile.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from torch import fx
+    from torch import Tensor, fx
 
     from loka_compile.gemm import Gemm
     from loka_compile.passes.base import Match, Refusal
@@ -64,6 +65,8 @@ class Report:
     is_training: bool | None = None
     #: True when the compiled code came from the compile cache, so that lowering did not run.
     from_cache: bool = False
+    #: The parameters that the graph reads: what tells whose graph it is.
+    parameters: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
     #: The report of the sampled version of the same graph.
     replaces: Report | None = field(default=None, repr=False)
     _graphs: dict[str, str] = field(default_factory=dict, repr=False)
@@ -84,6 +87,7 @@ class Report:
     def inherit(self, first: Report) -> None:
         """Take over what the passes did when the same graph is compiled a second time."""
         self.replaces = first
+        self.parameters = first.parameters
         self.stages = list(first.stages)
         self._graphs = {name: first._graphs[name] for name in first._graphs if name not in _LOWERED}
 

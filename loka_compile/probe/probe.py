@@ -88,7 +88,7 @@ class Probe:
         _check("precision", precision, precision in ("fp32", "fp64"), "'fp32' or 'fp64'")
         _check("momentum", momentum, 0 < momentum < 1, "between 0 and 1")
         _check("taps", taps, taps in ("switched", "always"), "'switched' or 'always'")
-        self.root = _unwrapped(model)
+        self.root = unwrapped(model)
         self.every, self.save_every = every, save_every
         self.dir = None if dir is None else Path(dir)
         dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -334,7 +334,7 @@ class Probe:
         )
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module within torch.compile's and DistributedDataParallel's."""
     while True:
         inner = getattr(model, "_orig_mod", None)
