@@ -1,0 +1,298 @@
+"""The GEMMs of a model's training step alone, each layer's compiled as our lowering compiles them.
+
+A :class:`LayerStep` is the products of one linear layer with a kernel for each. The FP8 ones are traced from the
+provider (quantisers and kernel, `Provider.gemm`) and compiled by Inductor together, so that a quantisation that two of
+them need runs once, as it does in a joint graph. A model's step is its layers' steps in a row, timed as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from examples.data.stream import Schema
+from examples.models.registry import build
+from loka_compile.bench.operands import Operands, copies_past_l2
+from loka_compile.bench.prepare import FirstCall, Job, Preparation, compile_only
+from loka_compile.bench.records import Timing
+from loka_compile.bench.runner import COMPILE_AT_FIRST_CALL
+from loka_compile.bench.timing import Call, Timer
+from loka_compile.bench.workload import Layer
+from loka_compile.costs import CostTable
+from loka_compile.gemm import Role
+from loka_compile.header import Header
+from loka_compile.lowering.providers import get_provider
+from loka_compile.operands import OPERANDS, TRANSPOSED, form
+from loka_compile.plan import Plan, make_plan
+from loka_compile.table import BASELINE, Measurement, Table
+
+#: Provider and recipe.
+Candidate = tuple[str, str]
+#: Criteo's widths, with tables of a few rows: only linear layers are looked at.
+SCHEMA = Schema(13, (8,) * 26, 128)
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer of a model, and the GEMMs that its training step has."""
+
+    site: str
+    batch: int
+    inputs: int
+    outputs: int
+    roles: tuple[Role, ...]
+
+    @property
+    def layer(self) -> Layer:
+        """As the workloads of the measurements have it."""
+        return Layer("", self.site, self.batch, self.inputs, self.outputs)
+
+
+def linear_layers(model: str, size: str, batch: int) -> list[LinearLayer]:
+    """The linear layers of a model's dense part in the order of a forward. Nothing is computed.
+
+    A layer whose input needs no gradient (the numerics') has no grad_input.
+    """
+    net = build(model, size, SCHEMA)
+    names = {module: name for name, module in net.dense_arch.named_modules()}
+    found: list[LinearLayer] = []
+
+    def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, nn.Linear)
+        (x,) = inputs
+        roles = tuple(role for role in Role if role is not Role.GRAD_INPUT or x.requires_grad)
+        # Not by the last dimension: a layer may turn its input around first (Wukong's TokenLinear).
+        rows = x.numel() // module.in_features
+        found.append(LinearLayer(names[module], rows, module.in_features, module.out_features, roles))
+
+    meta = net.dense_arch.to("meta")
+    for module in meta.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(see)
+    categories = torch.zeros(2, len(SCHEMA.table_sizes), dtype=torch.int64)
+    history = torch.zeros(2, SCHEMA.history_length, dtype=torch.int64)
+    features = []
+    for feature in net.embed(categories, history if net.reads_history else None):
+        wide = torch.empty(batch, *feature.shape[1:], dtype=feature.dtype, device="meta")
+        features.append(wide.requires_grad_() if feature.is_floating_point() else wide)
+    meta(torch.empty(batch, SCHEMA.n_numerics, device="meta"), *features)
+    return found
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """Products of one layer ``y[M, N] = x[M, K] @ W[N, K].T``, each in a kernel. A job of Preparation as well."""
+
+    batch: int
+    inputs: int
+    outputs: int
+    choices: tuple[tuple[Role, Candidate], ...]
+    dtype: str = "bfloat16"
+
+    @property
+    def is_native(self) -> bool:
+        """Nothing of it runs in FP8."""
+        return all(candidate == BASELINE for _, candidate in self.choices)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of the input, the weight and the output's gradient."""
+        return (self.batch, self.inputs), (self.outputs, self.inputs), (self.batch, self.outputs)
+
+    def __call__(self, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """The products, in the order of ``choices``."""
+        tensors = {"input": x, "weight": weight, "grad_output": grad}
+        results = []
+        for role, (provider, recipe) in self.choices:
+            a, b = (tensors[name] for name in OPERANDS[role])
+            a_turned, b_turned = TRANSPOSED[role]
+            if (provider, recipe) == BASELINE:
+                results.append(torch.mm(a.t() if a_turned else a, b if b_turned else b.t()))
+            else:
+                kernel = get_provider(provider)
+                results.append(kernel.gemm(a, a_turned, b, b_turned, kernel.recipe(recipe), x.dtype))
+        return tuple(results)
+
+    def traced(self, *tensors: Tensor) -> torch.fx.GraphModule:
+        """The step as aten operators and kernels."""
+        return make_fx(lambda x, w, g: self(x, w, g), tracing_mode="fake")(*tensors)
+
+    def compiled(self, *tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        """By Inductor, for the shapes of the tensors; what is native alone needs no compiler."""
+        if self.is_native:
+            return self
+        return torch.compile(self.traced(*tensors), dynamic=False, fullgraph=True)  # type: ignore[return-value]
+
+    def run(self) -> str | None:
+        """Compile into the caches, as a job."""
+        dtype = getattr(torch, self.dtype)
+        tensors = [torch.empty(*shape, dtype=dtype, device="cuda") for shape in self.shapes]
+        with torch.no_grad():
+            compile_only(self.traced(*tensors), *tensors)
+        return None
+
+
+def step_of(layer: LinearLayer, choose: Callable[[Role], Candidate]) -> LayerStep:
+    """All products of a layer, ``choose`` giving the kernel of each role; what a kernel refuses stays native."""
+    choices = []
+    for role in layer.roles:
+        provider, recipe = choose(role)
+        gemm, kernel = layer.layer.gemm(role, "bfloat16"), get_provider(provider)
+        refused = (provider, recipe) != BASELINE and kernel.refuses_shape(gemm, kernel.recipe(recipe))
+        choices.append((role, BASELINE if refused else (provider, recipe)))
+    return LayerStep(layer.batch, layer.inputs, layer.outputs, tuple(choices))
+
+
+def plan_of(layers: Sequence[LinearLayer], costs: CostTable, min_speedup: float = 1.05) -> Plan:
+    """The plan for these layers by cost alone: no error is known, so none is gated on."""
+    rows = []
+    for layer in layers:
+        for role in layer.roles:
+            for candidate in (BASELINE, *costs.candidates()):
+                row = _row(layer, role, candidate, costs)
+                if row is not None:
+                    rows.append(row)
+    return make_plan(Table(Header(target=costs.target), rows), max_mere=1.0, min_speedup=min_speedup)
+
+
+def _row(layer: LinearLayer, role: Role, candidate: Candidate, costs: CostTable) -> Measurement | None:
+    gemm = layer.layer.gemm(role, "bfloat16")
+    latency, recipe = costs.latency(gemm, *candidate), None
+    if candidate != BASELINE:
+        provider = get_provider(candidate[0])
+        recipe = provider.recipe(candidate[1])
+        if latency is None or provider.refuses_shape(gemm, recipe):
+            return None
+    assert latency is not None
+    forms = {}
+    if recipe is not None:
+        turned = TRANSPOSED[role]
+        forms = {
+            "a_form": form(recipe.a, recipe.a_dtype, turned[0]),
+            "a_once_us": latency.quantize_a_us - latency.a_layout_us,
+            "a_layout_us": latency.a_layout_us,
+            "b_form": form(recipe.b, recipe.b_dtype, turned[1]),
+            "b_once_us": latency.quantize_b_us - latency.b_layout_us,
+            "b_layout_us": latency.b_layout_us,
+        }
+    return Measurement(
+        layer.site, role.value, layer.batch, layer.batch, layer.outputs, layer.inputs, "bfloat16", *candidate,
+        quantize_us=latency.quantize_us, gemm_us=latency.gemm_us, baseline_us=costs.baseline(gemm), mere=0.0,
+        **forms,
+    )  # fmt: skip
+
+
+def predicted_us(layers: Sequence[LinearLayer], costs: CostTable, choose: Callable[[str, Role], Candidate]) -> float:
+    """What the cost table says that all products take, a quantisation that two of a layer need counted once."""
+    total = 0.0
+    for layer in layers:
+        once: dict[tuple[str, str], float] = {}
+        layouts: dict[tuple[str, str, bool], float] = {}
+        for role in layer.roles:
+            row = _row(layer, role, choose(layer.site, role), costs)
+            assert row is not None
+            total += row.gemm_us
+            for name, turned, key in zip(OPERANDS[role], TRANSPOSED[role], "ab", strict=True):
+                kind = getattr(row, f"{key}_form")
+                if kind:
+                    once[(name, kind)] = max(once.get((name, kind), 0.0), getattr(row, f"{key}_once_us"))
+                    layouts[(name, kind, turned)] = getattr(row, f"{key}_layout_us")
+        total += sum(once.values()) + sum(layouts.values())
+    return total
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arms that are timed in turns; each is steps in a row."""
+
+    name: str
+    arms: Mapping[str, Sequence[LayerStep]]
+
+
+def measure(
+    groups: Sequence[Group],
+    timer: Timer,
+    operands: Operands,
+    *,
+    l2: int,
+    workers: int,
+    seconds: float,
+    found: Callable[[Group, dict[str, Timing | str]], None],
+) -> None:
+    """Compile all steps in parallel, for at most ``seconds``, then time group after group.
+
+    Args:
+        groups: what to time.
+        timer: how.
+        operands: where tensors come from.
+        l2: bytes of the L2 cache.
+        workers: processes that compile; 0 compiles where it is timed.
+        seconds: for compiling. A step that is not ready by then is left out, and so is its arm.
+        found: called with each group and its timings.
+    """
+    steps = list(dict.fromkeys(s for g in groups for arm in g.arms.values() for s in arm if not s.is_native))
+    calls: list[Job] = list(dict.fromkeys(call for step in steps for call in _first_calls(step)))
+    jobs: list[Job] = [*calls, *steps]  # type: ignore[list-item]
+    with Preparation(workers, jobs) as preparation, torch.no_grad():
+        preparation.wait(jobs, seconds)
+        problems = {step: _problem(preparation, step) for step in steps}
+    with torch.no_grad():
+        for group in groups:
+            makers, timings = {}, dict[str, Timing | str]()
+            for name, arm in group.arms.items():
+                wrong = next((problems[s] for s in arm if problems.get(s)), None)
+                if wrong:
+                    timings[name] = wrong
+                else:
+                    makers[name] = functools.partial(_calls, arm, operands, l2)
+            timings |= timer.measure(makers, lambda _: None)
+            found(group, timings)
+            torch.compiler.reset()
+
+
+def _first_calls(step: LayerStep) -> list[FirstCall]:
+    layer = Layer("", "", step.batch, step.inputs, step.outputs)
+    return [
+        FirstCall(provider, recipe, layer.gemm(role, step.dtype))
+        for role, (provider, recipe) in step.choices
+        if provider in COMPILE_AT_FIRST_CALL
+    ]
+
+
+def _problem(preparation: Preparation, step: LayerStep) -> str | None:
+    for job in (*_first_calls(step), step):
+        if not preparation.done(job):  # type: ignore[arg-type]
+            return "not compiled in time"
+        answer = preparation.answer(job)  # type: ignore[arg-type]
+        if answer:
+            return answer
+    return None
+
+
+def _calls(arm: Sequence[LayerStep], operands: Operands, l2: int) -> list[Call]:
+    """Calls of an arm on tensors of their own; one that fills the L2 many times over needs no copies."""
+    operands.rewind()
+    dtype = getattr(torch, arm[0].dtype)
+    sizes = [rows * columns * dtype.itemsize for step in arm for rows, columns in step.shapes]
+    compiled: dict[LayerStep, Callable[..., tuple[Tensor, ...]]] = {}
+    calls: list[Call] = []
+    for _ in range(copies_past_l2(sizes, l2, least=1)):
+        parts = []
+        for step in arm:
+            tensors = [operands.take(*shape, dtype) for shape in step.shapes]
+            if step not in compiled:
+                compiled[step] = step.compiled(*tensors)
+            parts.append(functools.partial(compiled[step], *tensors))
+        calls.append(functools.partial(_all, parts))
+    return calls
+
+
+def _all(parts: Sequence[Callable[[], object]]) -> None:
+    """In a row; what each returns is dropped at once, as a step's intermediate results are."""
+    for part in parts:
+        part()

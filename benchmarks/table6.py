@@ -1,0 +1,192 @@
+"""Counterpart of the paper's table VI: single recipes everywhere against the plan, on the GEMMs of a training step.
+
+    python -m benchmarks.table6 --out benchmarks/results/table6_h200.json     # under 90 s on one H200
+
+Three parts, all measured with CUDA graphs, quantisation included, bf16 operands of random numbers:
+
+1. all GEMMs of a training step of Wukong (``examples.models``, size h200, batch 8192): bf16, each recipe applied
+   everywhere (what it refuses stays bf16), and the plan that follows from the cost table;
+2. every different GEMM that the plan puts into FP8, alone, against bf16: none may be slower;
+3. the forward of the 27 layers of ``loka27``, each alone: plan against bf16, geometric mean and worst case.
+
+The plan here is by cost alone; what errors a recipe makes is the probe's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich
+import typer
+from rich.table import Table as Grid
+
+from benchmarks.gemm_steps import (
+    Candidate,
+    Group,
+    LayerStep,
+    LinearLayer,
+    linear_layers,
+    plan_of,
+    predicted_us,
+    step_of,
+)
+from benchmarks.gemm_steps_run import Run
+from loka_compile.bench.workload import read_layers
+from loka_compile.costs import CostTable
+from loka_compile.gemm import Role
+from loka_compile.lowering.providers import get_provider
+from loka_compile.plan import Plan
+from loka_compile.table import BASELINE
+
+FORWARD, GRAD_INPUT, GRAD_WEIGHT = Role
+#: The paper's single recipes and those of the libraries here: kernel by role.
+SINGLE: dict[str, dict[Role, Candidate]] = {
+    "torchao tensorwise": {
+        FORWARD: ("torch", "tensorwise_fast"), GRAD_INPUT: ("torch", "tensorwise"),
+        GRAD_WEIGHT: ("torch", "tensorwise"),
+    },
+    "torchao rowwise": {
+        FORWARD: ("torch", "rowwise_fast"), GRAD_INPUT: ("torch", "rowwise"), GRAD_WEIGHT: ("torch", "rowwise"),
+    },
+    "torchao rowwise_with_gw_hp": {
+        FORWARD: ("torch", "rowwise_fast"), GRAD_INPUT: ("torch", "rowwise"), GRAD_WEIGHT: BASELINE,
+    },
+    "torch tensorwise, all fast": dict.fromkeys(Role, ("torch", "tensorwise_fast")),
+    "fbgemm rowwise": dict.fromkeys(Role, ("fbgemm", "rowwise_fast")),
+    "torch blockwise": {
+        FORWARD: ("torch", "blockwise"), GRAD_INPUT: ("torch", "blockwise"), GRAD_WEIGHT: ("torch", "blockwise_1x128"),
+    },
+    "deepgemm blockwise": {
+        FORWARD: ("deepgemm", "blockwise"), GRAD_INPUT: ("deepgemm", "blockwise"),
+        GRAD_WEIGHT: ("deepgemm", "blockwise_1x128"),
+    },
+}  # fmt: skip
+#: The paper's own figures (table VI), for the same names.
+PAPER = {
+    "torchao tensorwise": 1.05, "torchao rowwise": 1.01, "torchao rowwise_with_gw_hp": 1.08, "deepgemm blockwise": 0.85,
+    "fbgemm rowwise": 0.98, "plan": 1.12,
+}  # fmt: skip
+SHAPES = Path(__file__).parent / "shapes" / "lrm.csv"
+app = typer.Typer(add_completion=False)
+
+
+def chooser(plan: Plan, site: str) -> Callable[[Role], Candidate]:
+    """The plan's kernel of each role of a site."""
+
+    def choose(role: Role) -> Candidate:
+        decision = plan.lookup(site, role)
+        return BASELINE if decision is None else (decision.provider, decision.recipe)
+
+    return choose
+
+
+def model_group(name: str, layers: Sequence[LinearLayer], plan: Plan, single: Sequence[str]) -> Group:
+    """The whole step: bf16, single recipes, the plan."""
+    arms: dict[str, list[LayerStep]] = {"bf16": [step_of(layer, lambda _: BASELINE) for layer in layers]}
+    for recipe in single:
+        arms[recipe] = [step_of(layer, SINGLE[recipe].__getitem__) for layer in layers]
+    arms["plan"] = [step_of(layer, chooser(plan, layer.site)) for layer in layers]
+    return Group(name, arms)
+
+
+def gemm_groups(layers: Sequence[LinearLayer], plan: Plan) -> list[Group]:
+    """One group for every different GEMM that the plan has in FP8: bf16 and the plan's kernel."""
+    groups: dict[str, Group] = {}
+    for layer in layers:
+        for role in layer.roles:
+            candidate = chooser(plan, layer.site)(role)
+            if candidate != BASELINE:
+                gemm = layer.layer.gemm(role, "bfloat16")
+                name = f"{role.value} {gemm.m}x{gemm.n}x{gemm.k} {':'.join(candidate)}"
+                groups.setdefault(name, Group(name, {
+                    kind: [LayerStep(layer.batch, layer.inputs, layer.outputs, ((role, kernel),))]
+                    for kind, kernel in (("bf16", BASELINE), ("plan", candidate))
+                }))  # fmt: skip
+    return list(groups.values())
+
+
+def available(costs: CostTable) -> list[str]:
+    """The single recipes whose libraries are here."""
+    names = {provider for kernels in SINGLE.values() for provider, _ in kernels.values()}
+    reasons = {name: get_provider(name).supported() for name in names}
+    for name, reason in reasons.items():
+        if reason:
+            rich.print(f"[yellow]{name} is left out: {reason}")
+    return [name for name, kernels in SINGLE.items() if not any(reasons[p] for p, _ in kernels.values())]
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")],
+    batch: int = 8192,
+    size: str = "h200",
+    costs: Annotated[str, typer.Option(help="A cost table: a target's name or a file.")] = "h200",
+    seconds: Annotated[float, typer.Option(help="At most this long for compiling.")] = 45.0,
+    workers: Annotated[int, typer.Option(help="Processes that compile; -1: one a core.")] = -1,
+) -> None:
+    """Measure all three parts."""
+    table = CostTable.from_csv(costs) if costs.endswith(".csv") else CostTable.load(costs)
+    layers = linear_layers("wukong", size, batch)
+    plan = plan_of(layers, table)
+    shapes = [
+        LinearLayer(layer.name, layer.batch, layer.inputs, layer.outputs, (FORWARD,))
+        for layer in read_layers(SHAPES, ["loka27"])
+    ]
+    forward = plan_of(shapes, table)
+    run = Run(
+        out, {"model": "wukong", "size": size, "batch": batch, "plan": plan.counts(), "loka27 plan": forward.counts()}
+    )
+    step = model_group("step", layers, plan, available(table))
+    run.result["predicted"] = {
+        "bf16 us": predicted_us(layers, table, lambda *_: BASELINE),
+        "plan us": predicted_us(layers, table, lambda site, role: chooser(plan, site)(role)),
+    }
+    parts = [[step], gemm_groups(layers, plan), gemm_groups(shapes, forward)]
+    run.measure([group for part in parts for group in part], seconds=seconds, workers=workers)
+    summarise(run.result, [[group.name for group in part] for part in parts], len(shapes))
+    run.save()
+
+
+def summarise(result: dict[str, Any], parts: list[list[str]], loka27: int) -> None:
+    """Add the summary to the results, and print them."""
+    timings = result["timings"]
+    grid = Grid(title=f"GEMMs of a training step of {result['model']}, {result.get('gpu', '')}")
+    for column in ("arm", "us", "spread", "over bf16", "paper"):
+        grid.add_column(column)
+    speedups = {name: speedup(timings["step"], name) for name in timings["step"]}
+    for name, timing in timings["step"].items():
+        cells = [timing] if isinstance(timing, str) else [f"{timing['us']:.0f}", f"{timing['spread']:.1%}"]
+        paper = f"{PAPER[name]:.2f}" if name in PAPER else ""
+        known = "" if math.isnan(speedups[name]) else f"{speedups[name]:.3f}"
+        grid.add_row(name, *cells, *[""] * (2 - len(cells)), known, paper)
+    rich.print(grid)
+    single = [s for name, s in speedups.items() if name not in ("bf16", "plan") and not math.isnan(s)]
+    alone = {name: speedup(timings[name], "plan") for name in parts[1] if name in timings}
+    forward = {name: speedup(timings[name], "plan") for name in parts[2] if name in timings}
+    known = [s for s in forward.values() if not math.isnan(s)]
+    # What the plan leaves in bf16 is the same kernel, so as fast.
+    ratios = known + [1.0] * (loka27 - len(parts[2]))
+    result["summary"] = {
+        "plan over the best single recipe": speedups["plan"] / max(single, default=math.nan),
+        "worst GEMM of the step": min(alone.items(), key=lambda item: item[1], default=None),
+        "GEMMs of the step slower than bf16": sorted(name for name, s in alone.items() if s < 1.0),
+        "loka27 geometric mean": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan,
+        "loka27 worst": min(forward.items(), key=lambda item: item[1], default=None),
+        "loka27 in FP8": len(parts[2]),
+        "loka27 not measured": len(parts[2]) - len(known),
+    }
+    rich.print(result["summary"])
+
+
+def speedup(arms: dict[str, Any], name: str) -> float:
+    """Of an arm over bf16; NaN where one of them has no time."""
+    if isinstance(arms.get("bf16"), dict) and isinstance(arms.get(name), dict):
+        return float(arms["bf16"]["us"] / arms[name]["us"])
+    return math.nan
+
+
+if __name__ == "__main__":
+    app()
