@@ -120,6 +120,8 @@ class LayerStep:
 
     def traced(self, *tensors: Tensor) -> torch.fx.GraphModule:
         """The step as aten operators and kernels."""
+        for _, (provider, _) in self.choices:
+            get_provider(provider).supported()  # loads its library
         return make_fx(lambda x, w, g: self(x, w, g), tracing_mode="fake")(*tensors)
 
     def compiled(self, *tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:
@@ -149,11 +151,12 @@ def step_of(layer: LinearLayer, choose: Callable[[Role], Candidate]) -> LayerSte
 
 
 def plan_of(layers: Sequence[LinearLayer], costs: CostTable, min_speedup: float = 1.05) -> Plan:
-    """The plan for these layers by cost alone: no error is known, so none is gated on."""
+    """The plan for these layers, with the libraries that are here, by cost alone: no error is known or gated on."""
     rows = []
+    here = [c for c in costs.candidates() if get_provider(c[0]).supported() is None]
     for layer in layers:
         for role in layer.roles:
-            for candidate in (BASELINE, *costs.candidates()):
+            for candidate in (BASELINE, *here):
                 row = _row(layer, role, candidate, costs)
                 if row is not None:
                     rows.append(row)

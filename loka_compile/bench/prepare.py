@@ -49,6 +49,7 @@ class FirstCall:
         from loka_compile.lowering.providers import get_provider
 
         provider = get_provider(self.provider)
+        provider.supported()  # loads its library
         recipe, gemm, dtype = provider.recipe(self.recipe), self.gemm, torch.float8_e4m3fn
         operands = Operands(torch.device("cuda"), max(gemm.m, gemm.n) * gemm.k + 1024)
         a = operands.quantized(gemm.m, gemm.k, recipe.a, dtype)
