@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import rich
 import typer
 from rich.table import Table as Grid
 
+from benchmarks._console import console
 from loka_compile.bench.workload import Layer, read_layers
 from loka_compile.costs import CostTable
 from loka_compile.gemm import Role
@@ -122,7 +122,7 @@ def main(
             name, str(mean["layers"]), f"{mean['TFLOP/s without quantising']:.0f}", f"{mean['TFLOP/s']:.0f}",
             f"{mean['speed-up without quantising']:.2f}", f"{mean['speed-up']:.2f}", f"{mean['worst speed-up']:.2f}",
         )  # fmt: skip
-    rich.print(grid)
+    console().print(grid)
 
 
 if __name__ == "__main__":

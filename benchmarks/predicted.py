@@ -15,10 +15,10 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-import rich
 import typer
 from rich.table import Table as Grid
 
+from benchmarks._console import console
 from benchmarks.gemm_steps import linear_layers, plan_of, predicted_us
 from benchmarks.gemm_steps_run import Run
 from benchmarks.table6 import chooser, model_group, speedup
@@ -71,7 +71,7 @@ def compare(result: dict[str, Any]) -> None:
             model, f"{row['predicted speed-up']:.3f}", f"{row['measured speed-up']:.3f}", f"{row['off by']:+.1%}",
             f"{times[0]:.0f}", f"{row['predicted bf16 us']:.0f}", f"{times[1]:.0f}", f"{row['predicted plan us']:.0f}",
         )  # fmt: skip
-    rich.print(grid)
+    console().print(grid)
 
 
 if __name__ == "__main__":

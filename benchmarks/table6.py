@@ -23,6 +23,7 @@ import rich
 import typer
 from rich.table import Table as Grid
 
+from benchmarks._console import console
 from benchmarks.gemm_steps import (
     Candidate,
     Group,
@@ -162,7 +163,7 @@ def summarise(result: dict[str, Any], parts: list[list[str]], loka27: int) -> No
         paper = f"{PAPER[name]:.2f}" if name in PAPER else ""
         known = "" if math.isnan(speedups[name]) else f"{speedups[name]:.3f}"
         grid.add_row(name, *cells, *[""] * (2 - len(cells)), known, paper)
-    rich.print(grid)
+    console().print(grid)
     single = [s for name, s in speedups.items() if name not in ("bf16", "plan") and not math.isnan(s)]
     alone = {name: speedup(timings[name], "plan") for name in parts[1] if name in timings}
     forward = {name: speedup(timings[name], "plan") for name in parts[2] if name in timings}
@@ -178,7 +179,7 @@ def summarise(result: dict[str, Any], parts: list[list[str]], loka27: int) -> No
         "loka27 in FP8": len(parts[2]),
         "loka27 not measured": len(parts[2]) - len(known),
     }
-    rich.print(result["summary"])
+    console().print(result["summary"])
 
 
 def speedup(arms: dict[str, Any], name: str) -> float:
