@@ -53,15 +53,15 @@ class Surface:
         least: Callable[[Shape], float],
     ) -> None:
         self.points = dict(points)
-        self._features = features
-        self._least = least
+        self.features = features
+        self.least = least
 
     @functools.cached_property
     def coefficients(self) -> Array | None:
         """Fitted coefficients, one per feature, or None when there are too few points."""
         if len(self.points) < MIN_POINTS:
             return None
-        matrix = np.array([self._features(_positive(s)) for s in self.points], dtype=np.float64)
+        matrix = np.array([self.features(_positive(s)) for s in self.points], dtype=np.float64)
         return fit_relative(matrix, np.array(list(self.points.values()), dtype=np.float64))
 
     def model(self, shape: Shape) -> float | None:
@@ -69,8 +69,8 @@ class Surface:
         if self.coefficients is None:
             return None
         shape = _positive(shape)
-        fitted = float(np.dot(self.coefficients, np.asarray(self._features(shape), dtype=np.float64)))
-        return max(fitted, float(self.coefficients[0]) + self._least(shape))
+        fitted = float(np.dot(self.coefficients, np.asarray(self.features(shape), dtype=np.float64)))
+        return max(fitted, float(self.coefficients[0]) + self.least(shape))
 
     def __call__(self, shape: Shape) -> float | None:
         """Latency at ``shape``; None when it was not measured and there are too few points for a model."""
@@ -79,7 +79,7 @@ class Surface:
         value = self.model(shape)
         if value is None:
             return None
-        return max(value * math.exp(self._correction(shape)), self._least(_positive(shape)))
+        return max(value * math.exp(self._correction(shape)), self.least(_positive(shape)))
 
     def comparable(self, shape: Shape) -> bool:
         """Whether a measured shape is like this one; see ``BELOW`` and ``ABOVE``."""

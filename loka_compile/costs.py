@@ -81,8 +81,9 @@ class CostTable:
         bandwidth = re.match(r"[\d.]+", self.meta.get("bandwidth_gb_s", ""))
         # Microseconds per megabyte at the bandwidth of the data sheet: a byte cannot cost less.
         self._per_megabyte = 1e3 / float(bandwidth.group()) if bandwidth else 0.0
-        self._gemms = {key: self._gemm_surface(key, mean) for key, mean in points.means(points.gemm).items()}
-        self._quantizers = {
+        #: Surfaces of kernels and baselines, and of quantisers.
+        self.gemms = {key: self._gemm_surface(key, mean) for key, mean in points.means(points.gemm).items()}
+        self.quantizers = {
             key: self._quantize_surface(key, mean) for key, mean in points.means(points.quantize).items()
         }
 
@@ -140,7 +141,7 @@ class CostTable:
 
     def candidates(self) -> tuple[tuple[str, str], ...]:
         """The measured (provider, recipe) pairs, the baseline left out."""
-        return tuple(sorted({key[:2] for key in self._gemms if key[:2] != BASELINE}))
+        return tuple(sorted({key[:2] for key in self.gemms if key[:2] != BASELINE}))
 
     def latency(self, gemm: Gemm, provider: str, recipe: str | Recipe) -> Latency | None:
         """Cost of ``gemm`` under a candidate, or None if that candidate was never measured.
@@ -210,7 +211,7 @@ class CostTable:
         found: tuple[float | None, bool, bool] = (None, False, False)
         for role in (gemm.role.value, Role.FORWARD.value) if baseline else ("",):
             for stored in dict.fromkeys((dtype, "bfloat16")):
-                surface = self._gemms.get((provider, recipe, role, stored))
+                surface = self.gemms.get((provider, recipe, role, stored))
                 time = None if surface is None else surface(shape)
                 if surface is None or time is None:
                     continue
@@ -253,14 +254,14 @@ class CostTable:
             is_weight = rows == gemm.n and gemm.role is not Role.GRAD_WEIGHT
             width = 1 + (_width(gemm.dtype) if is_weight else 0)
             return self._per_megabyte * width * rows * contraction * _MEGA
-        if scaling is Scaling.BLOCK_128X128 and not any(key[0] is scaling for key in self._quantizers):
+        if scaling is Scaling.BLOCK_128X128 and not any(key[0] is scaling for key in self.quantizers):
             scaling = Scaling.BLOCK_1X128
         dtype = _ALIKE.get(gemm.dtype, gemm.dtype)
         shape = (contraction, rows) if transposed else (rows, contraction)
         free = bound is not None and scaling is Scaling.TENSORWISE
         for stored in dict.fromkeys((dtype, "bfloat16")):
             for turned in dict.fromkeys((transposed, False)):
-                surface = self._quantizers.get((scaling, turned, stored))
+                surface = self.quantizers.get((scaling, turned, stored))
                 time = None if surface is None else surface(shape)
                 if surface is None or time is None:
                     continue

@@ -83,7 +83,7 @@ def test_model_misses_its_own_points_by_little():
     misses = {}
     for provider, recipe in [*CANDIDATES, ("high_precision", "native")]:
         role = "forward" if provider == "high_precision" else ""
-        surface = H200._gemms[(provider, recipe, role, "bfloat16")]
+        surface = H200.gemms[(provider, recipe, role, "bfloat16")]
         for shape, time in surface.points.items():
             misses[(provider, shape, recipe)] = abs(math.log(surface.model(shape) / time))
     outlier = misses.pop(("deepgemm", (4096, 1024, 1024), "blockwise"))
@@ -92,7 +92,7 @@ def test_model_misses_its_own_points_by_little():
 
 
 def test_coefficients_are_the_least_squares_optimum():
-    for key, surface in H200._gemms.items():
+    for key, surface in H200.gemms.items():
         width = 2 if key[0] == "high_precision" else 1
         matrix = np.array(
             [[1, k, 2e-6 * m * n * k, 1e-6 * (width * (m * k + n * k) + 2 * m * n)] for m, n, k in surface.points]
@@ -124,7 +124,7 @@ role_of = st.sampled_from(list(Role))
 
 
 @settings(max_examples=200, deadline=None)
-@given(dims, dims, st.sampled_from([*H200._gemms.values(), *H200._quantizers.values()]))
+@given(dims, dims, st.sampled_from([*H200.gemms.values(), *H200.quantizers.values()]))
 def test_the_model_of_a_larger_shape_is_never_faster(one, other, surface):
     """The model alone; measurements are not always so, and the correction follows them."""
     width = len(next(iter(surface.points)))
