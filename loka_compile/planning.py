@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles:
         planning.dtypes = _dtypes(gm, device)
         cached = load_cached(planning.cache_key)
         if cached is not None:
-            cached = near(cached, batches(gm))
+            cached = near(cached, *batches(gm))
         if cached is not None and covers(cached, planning.fingerprint, roles):
             planning.accept(cached)
         else:
@@ -144,19 +144,29 @@ def covers(table: Table, fingerprint: dict[str, tuple[int, int]], roles: frozens
     return all((site, role.value) in known for site in fingerprint for role in needed)
 
 
-def near(table: Table, batches: Mapping[str, int]) -> Table:
-    """The rows for about these batch sizes, within a factor of two: what pays for 4096 rows may not for 64."""
+def near(table: Table, batches: Mapping[str, int], dynamic: Collection[str] = ()) -> Table:
+    """The rows for about these batch sizes, within a factor of two: what pays for 4096 rows may not for 64.
+
+    Of a site whose batch size varies (``dynamic``) all rows are kept if one of them is near: the others are the ends of
+    what was seen, and the plan has a kernel for each part of it.
+    """
 
     def is_near(row: Measurement) -> bool:
         m = batches.get(row.site)
         return m is None or (row.m_min <= 2 * m and m <= 2 * row.m_max)
 
-    return Table(table.header, filter(is_near, table.rows))
+    close = [row for row in table.rows if is_near(row)]
+    whole = {row.site for row in close} & set(dynamic)
+    return Table(table.header, (row for row in table.rows if is_near(row) or row.site in whole))
 
 
-def batches(gm: fx.GraphModule) -> dict[str, int]:
-    """Number of rows that each site's layer is applied to, as far as it is known; a dynamic one as its hint."""
+def batches(gm: fx.GraphModule) -> tuple[dict[str, int], set[str]]:
+    """Number of rows that each site's layer is applied to, as far as it is known; and the sites where it is dynamic.
+
+    A dynamic one counts as its hint.
+    """
     found: dict[str, int] = {}
+    dynamic: set[str] = set()
     for node, site in name_sites(gm).items():
         operand = argument(node, 0, "input")
         value = operand.meta.get("example_value") if isinstance(operand, fx.Node) else None
@@ -164,7 +174,9 @@ def batches(gm: fx.GraphModule) -> dict[str, int]:
             sizes = [size_hint(size) for size in value.shape[:-1]]
             if None not in sizes:
                 found[site] = math.prod(int(size or 0) for size in sizes)
-    return found
+            if not all(isinstance(size, int) for size in value.shape[:-1]):
+                dynamic.add(site)
+    return found, dynamic
 
 
 def _dtypes(gm: fx.GraphModule, device: torch.device) -> tuple[str, ...]:

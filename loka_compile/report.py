@@ -125,8 +125,8 @@ class Report:
         return sum(m.unused.count(kind) for m in self.matches)
 
     def counts(self) -> dict[str, int]:
-        """How many GEMMs run in each "provider:recipe"."""
-        return dict(Counter(f"{d.provider}:{d.recipe}" for d in self.decisions))
+        """How many GEMMs run in each "provider:recipe" (or choice of these by batch size)."""
+        return dict(Counter(d.kernels for d in self.decisions))
 
     def graph(self, stage: str) -> str:
         """The graph before ("before"), after all passes ("after"), or after one pass, as readable code.

@@ -64,7 +64,7 @@ def _gemms(report: Report, console: object) -> None:
         losers.sort(key=lambda v: -v.speedup)
         others = ", ".join(f"{v.candidate} {v.speedup:.2f}x {v.mere:.3f}" for v in losers[:2])
         table.add_row(
-            d.site, str(d.role), f"{g.gemm.m} x {g.gemm.n} x {g.gemm.k}", f"{d.provider}:{d.recipe}",
+            d.site, str(d.role), f"{g.gemm.m} x {g.gemm.n} x {g.gemm.k}", d.kernels,
             _number(d.speedup, "x"), _number(d.mere), g.fallback or d.reason, others,
         )  # fmt: skip
     console.print(table)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ the graph, and a cached entry would otherwise bring back a kernel that another p
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,15 @@ from torch import Tensor, fx
 from loka_compile._compat.shapes import size_hint
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role
 from loka_compile.lowering.bounds import bound
+from loka_compile.lowering.by_batch import encode
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.providers import get_provider
 from loka_compile.lowering.providers.base import Provider
 from loka_compile.lowering.roles import MatMul, find_matmuls
 from loka_compile.lowering.selftest import refusal
-from loka_compile.plan import Decision, Plan
+from loka_compile.plan import BatchRange, Decision, Plan
 from loka_compile.report import LoweredGemm, Report
+from loka_compile.table import BASELINE
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +51,11 @@ def lower_gemms(graph: fx.Graph, plan: Plan | None, report: Report, *, emulate: 
         if gemm is None:
             report.unmapped.append(f"{matmul.node.name}: of {matmul.site}, its size is unknown when compiling")
             continue
-        decision = _decide(plan, gemm)
-        fallback = ""
-        if decision.recipe != NATIVE.name:
+        decision, fallback = _settle(_decide(plan, gemm), matmul, gemm, emulate), ""
+        if decision.ranges:
+            _lower_by_batch(matmul, gemm, decision, emulate)
+            lowered += 1
+        elif decision.recipe != NATIVE.name:
             fallback = _lower(matmul, gemm, decision, emulate)
             lowered += not fallback
         report.gemms.append(LoweredGemm(gemm, _as_run(decision, fallback), fallback))
@@ -103,16 +108,75 @@ def _as_run(decision: Decision, fallback: str) -> Decision:
     return Decision(decision.site, decision.role, "high_precision", NATIVE.name, fallback, verdicts=decision.verdicts)
 
 
+def _settle(decision: Decision, matmul: MatMul, gemm: Gemm, emulate: bool) -> Decision:
+    """Choose among a decision's ranges of batch size what can be chosen when compiling.
+
+    A static batch leaves one kernel. Of a dynamic one, ranges whose kernel is refused here are in high precision.
+    """
+    if not decision.ranges:
+        return decision
+    letter = _batch_letter(matmul)
+    if letter not in gemm.dynamic:
+        provider, recipe = decision.at(getattr(gemm, letter))
+        return dataclasses.replace(decision, provider=provider, recipe=recipe, ranges=())
+    parts: list[BatchRange] = []
+    reasons = [decision.reason] if decision.reason else []
+    for part in decision.ranges:
+        reason = "" if part.recipe == NATIVE.name else _refused(matmul, gemm, part.provider, part.recipe, emulate)
+        if reason:
+            reasons.append(f"from M = {part.m_from}: {reason}")
+            part = BatchRange(part.m_from, *BASELINE)
+        if not parts or parts[-1].candidate != part.candidate:
+            parts.append(part)
+    kernel = next((p for p in parts if p.candidate == decision.candidate), parts[-1])
+    return dataclasses.replace(
+        decision, provider=kernel.provider, recipe=kernel.recipe, reason="; ".join(reasons),
+        ranges=tuple(parts) if len(parts) > 1 else (),
+    )  # fmt: skip
+
+
+def _batch_letter(matmul: MatMul) -> str:
+    """Which of the GEMM's sizes m, n, k is the batch."""
+    if matmul.role is Role.GRAD_WEIGHT:
+        return "k"
+    return "m" if matmul.grad_first else "n"
+
+
+def _lower_by_batch(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> None:
+    """Replace the node by an operator that chooses the kernel when it runs."""
+    parts = []
+    for part in decision.ranges:
+        provider, recipe = executor(part.provider, part.recipe, emulate)
+        assert recipe is not None  # _settle has asked
+        parts.append(BatchRange(part.m_from, provider.name, recipe.name))
+    ranges, letter, out_dtype = encode(parts), _batch_letter(matmul), matmul.node.meta["val"].dtype
+
+    def compute(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
+        out = torch.ops.loka.gemm_by_batch.default(
+            a, matmul.a.transposed, b, matmul.b.transposed, letter, ranges, out_dtype, gemm.a_bound, gemm.b_bound
+        )
+        return (out.float() + bias[0].float()).to(out_dtype) if bias else out
+
+    replace_matmul(matmul, compute)
+
+
+def _refused(matmul: MatMul, gemm: Gemm, provider_name: str, recipe_name: str, emulate: bool) -> str:
+    """Why this kernel cannot run here, or ""."""
+    provider, recipe = executor(provider_name, recipe_name, emulate)
+    if recipe is None:
+        return f"provider {provider.name} has no recipe {recipe_name!r}"
+    reason = refusal(provider, gemm, recipe, matmul.node.meta["val"].device.type)
+    return f"{provider_name}:{recipe_name} was planned, but: {reason}" if reason else ""
+
+
 def _lower(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> str:
     """Replace the node; returns "" or the reason why it had to stay."""
-    provider, recipe = executor(decision.provider, decision.recipe, emulate)
-    if recipe is None:
-        return f"provider {provider.name} has no recipe {decision.recipe!r}"
-    value = matmul.node.meta["val"]
-    reason = refusal(provider, gemm, recipe, value.device.type)
+    reason = _refused(matmul, gemm, decision.provider, decision.recipe, emulate)
     if reason:
-        return f"{decision.provider}:{decision.recipe} was planned, but: {reason}"
-    out_dtype = value.dtype
+        return reason
+    provider, recipe = executor(decision.provider, decision.recipe, emulate)
+    assert recipe is not None
+    out_dtype = matmul.node.meta["val"].dtype
 
     def compute(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         out = provider.gemm(
