@@ -42,6 +42,8 @@ class Switchboard:
         self.config = config or LokaConfig()
         #: Sites that the captured graphs hold.
         self.sites: set[str] = set()
+        #: The layers with switches in them, of all captured graphs.
+        self.layers: list[nn.Module] = []
         #: GEMM -> why it stayed in high precision although it was switched.
         self.refused: dict[Key, str] = {}
         self._on: dict[str, dict[str, Kernel]] = {}
@@ -86,7 +88,9 @@ class Switchboard:
             if learnt_weight(node) is None or not _is_weight(weight):
                 return  # the parameter is the left operand: not a layer of ours
         name = f"loka_switch_{len([m for m in gm.children() if isinstance(m, _Layer)])}"
-        gm.add_submodule(name, _Layer(self, site, turned))
+        layer = _Layer(self, site, turned)
+        self.layers.append(layer)
+        gm.add_submodule(name, layer)
         with gm.graph.inserting_before(node):
             new = gm.graph.call_module(name, (x, weight, bias))
         new.meta = dict(node.meta)
