@@ -33,7 +33,7 @@ def test_tiny(tmp_path):
 def test_taylor_scores_by_hand():
     """One layer: the gradient of the loss by its output, times the rounding of that output, squared and summed."""
     torch.manual_seed(0)
-    layer, batch = torch.nn.Linear(16, 4, bias=False), torch.randn(8, 16)
+    layer, batch = torch.nn.Linear(32, 16, bias=False), torch.randn(8, 32)
     model = torch.nn.Sequential(layer, torch.nn.Tanh())
     found = taylor_scores(
         model, lambda run, x: run(x).square().sum(), [batch], {("0#0", "forward"): ("torch", "tensorwise")}
