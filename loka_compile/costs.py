@@ -200,6 +200,10 @@ class CostTable:
         time, _, _ = self._gemm_us(*BASELINE, gemm)
         return math.nan if time is None else time
 
+    def moving_us(self, size: int) -> float:
+        """Microseconds to move that many bytes at the bandwidth of the data sheet, read and written ones together."""
+        return self._per_megabyte * size * _MEGA
+
     def _gemm_us(self, provider: str, recipe: str, gemm: Gemm) -> tuple[float | None, bool, bool]:
         """Time, whether it was measured, whether a comparable shape was.
 

@@ -100,9 +100,7 @@ def test_output_and_gradients_by_plan(candidate, batch):
     report = loka_compile.reports()[-1]
     fp8 = {(g.gemm.site, g.gemm.role) for g in report.gemms if g.decision.candidate == candidate}
     expected = {(f"linears.{i}#0", r) for i in range(3) for r in Role} - {("linears.0#0", Role.GRAD_INPUT)}
-    if batch % 16:
-        expected = {(s, r) for s, r in expected if r is not Role.GRAD_WEIGHT}
-        assert sum("multiple of 16" in g.fallback for g in report.gemms) == 3
+    # An odd batch, the contraction of grad_weight, is padded.
     assert fp8 == expected
 
 

@@ -165,7 +165,7 @@ def _refused(matmul: MatMul, gemm: Gemm, provider_name: str, recipe_name: str, e
     provider, recipe = executor(provider_name, recipe_name, emulate)
     if recipe is None:
         return f"provider {provider.name} has no recipe {recipe_name!r}"
-    reason = refusal(provider, gemm, recipe, matmul.node.meta["val"].device.type)
+    reason = refusal(provider, provider.padded(gemm, recipe), recipe, matmul.node.meta["val"].device.type)
     return f"{provider_name}:{recipe_name} was planned, but: {reason}" if reason else ""
 
 

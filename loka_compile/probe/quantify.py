@@ -156,7 +156,8 @@ class _Site:
             return row
         gemm = self.seen.gemm(self.site, Role(row.role), size)
         row = self._with_cost(dataclasses.replace(row, m_min=size, m_max=size), gemm, provider, recipe)
-        return dataclasses.replace(row, refused=row.refused or provider.refuses_shape(gemm, recipe) or "")
+        refused = row.refused or provider.refuses_shape(provider.padded(gemm, recipe), recipe) or ""
+        return dataclasses.replace(row, refused=refused)
 
     def _pairs(self, role: Role) -> tuple[list[Pair], str]:
         """Operand pairs of the role, or the reason why there are none."""
@@ -199,7 +200,8 @@ class _Site:
         absent = provider.supported(recipe, device) or ""
         candidate = provider is not self.baseline
         if candidate:
-            reason = reason or provider.refuses_shape(gemm, recipe) or (absent if self.at_home else "")
+            refused = provider.refuses_shape(provider.padded(gemm, recipe), recipe)
+            reason = reason or refused or (absent if self.at_home else "")
         if candidate and self.costs is not None and math.isnan(row.total_us):
             reason = reason or f"no cost known for {row.candidate} on {self.costs.target}"
         if reason:
@@ -227,15 +229,18 @@ class _Site:
             saved = gemm.m * gemm.k * (self.dtype.itemsize - 1)
         if self.costs is None:
             return dataclasses.replace(row, saved_bytes=saved)
-        latency = self.costs.latency(gemm, provider.name, recipe)
+        padded = provider.padded(gemm, recipe)
+        latency = self.costs.latency(padded, provider.name, recipe)
         row = dataclasses.replace(row, baseline_us=self.costs.baseline(gemm), saved_bytes=saved)
         if latency is None:
             return dataclasses.replace(row, quantize_us=math.nan, gemm_us=math.nan)
         a_form, b_form = _forms(gemm.role, provider, recipe)
+        # A padded result is cut: read and written once more.
+        cut = 2 * gemm.m * gemm.n * self.dtype.itemsize if (padded.m, padded.n) != (gemm.m, gemm.n) else 0
         return dataclasses.replace(
             row,
             quantize_us=latency.quantize_us,
-            gemm_us=latency.gemm_us,
+            gemm_us=latency.gemm_us + self.costs.moving_us(cut),
             speed_source=f"cost table {self.costs.target}",
             a_form=a_form, a_once_us=latency.quantize_a_us - latency.a_layout_us, a_layout_us=latency.a_layout_us,
             b_form=b_form, b_once_us=latency.quantize_b_us - latency.b_layout_us, b_layout_us=latency.b_layout_us,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import ClassVar
 
@@ -106,6 +107,29 @@ class Provider:
         """The library's own limits."""
         return None
 
+    def multiples(self, recipe: Recipe) -> Mapping[str, int]:
+        """Sizes that the kernels want as multiples: ``{"k": 16, "n": 16}``; others are padded with zeros to that."""
+        return {}
+
+    def padded(self, gemm: Gemm, recipe: Recipe) -> Gemm:
+        """The GEMM that the kernel gets to see once :meth:`gemm` has padded the operands; its cost is this one's.
+
+        ``gemm`` itself where nothing has to be padded, and where padding does not help. A dynamic size that is padded
+        is no longer dynamic in what comes back: whatever it is, it will be a multiple. An operand that is padded along
+        the contraction is not the one that a fused kernel quantises.
+        """
+        sizes = {
+            letter: -(-getattr(gemm, letter) // divisor) * divisor
+            for letter, divisor in self.multiples(recipe).items()
+            if letter in gemm.dynamic or getattr(gemm, letter) % divisor
+        }
+        if not sizes:
+            return gemm
+        found = replace(gemm, **sizes, dynamic="".join(letter for letter in gemm.dynamic if letter not in sizes))
+        if "k" in sizes:
+            found = replace(found, a_fused=False, b_fused=False)
+        return gemm if self.refuses_shape(found, recipe) else found
+
     def quantize(
         self, x: Tensor, scaling: Scaling, dtype: torch.dtype, transpose: bool, bound: float | None
     ) -> Quantized:
@@ -132,11 +156,14 @@ class Provider:
     ) -> Tensor:
         """Quantise both operands and multiply: ``A @ B.T`` with A = ``a_base`` (or its transpose), B likewise.
 
+        Sizes that are no multiples of what the kernel wants are padded with zeros before they are quantised (in the
+        same loop, in compiled code), and the result is cut.
+
         Args:
             a_base: the operand as it is stored, 2-D, any strides; ``a_transposed`` says that A is ``a_base.T``.
             b_base: likewise for B [n, k]. A forward GEMM is (x, False, W, False), grad_input (dy, False, W, True),
                 grad_weight (dy, True, x, True).
-            recipe: one of this provider's, which :meth:`refuses` accepted.
+            recipe: one of this provider's, with which :meth:`refuses` accepted the GEMM, or that :meth:`padded` made.
             out_dtype: dtype of the result.
             a_bound: proven bound of ``|A|``, or None; ``b_bound`` likewise.
 
@@ -148,9 +175,29 @@ class Provider:
         n = b_base.shape[1] if b_transposed else b_base.shape[0]
         if any(statically_known_true(size == 0) for size in (m, n, k)):
             return a_base.new_zeros((m, n), dtype=out_dtype)
+        wanted = self.multiples(recipe)
+        a_base = _pad(a_base, wanted.get("m", 1), wanted.get("k", 1), a_transposed)
+        b_base = _pad(b_base, wanted.get("n", 1), wanted.get("k", 1), b_transposed)
         a = self.quantize(a_base, recipe.a, getattr(torch, recipe.a_dtype), a_transposed, a_bound)
         b = self.quantize(b_base, recipe.b, getattr(torch, recipe.b_dtype), b_transposed, b_bound)
-        return self.compute(a, b, recipe, out_dtype)
+        out = self.compute(a, b, recipe, out_dtype)
+        if all(statically_known_true(size == wide) for size, wide in zip((m, n), out.shape, strict=True)):
+            return out
+        return out[:m, :n].contiguous()
+
+
+def _pad(x: Tensor, rows: int, contraction: int, transposed: bool) -> Tensor:
+    """x as stored, with zeros up to multiples of ``rows`` and ``contraction`` of the operand; x itself if it fits."""
+    wanted = (contraction, rows) if transposed else (rows, contraction)
+    # Only what is known without a guard: a moving size is always padded, by 0 where it happens to fit.
+    fits = [statically_known_true(size % multiple == 0) for size, multiple in zip(x.shape, wanted, strict=True)]
+    if all(fits):
+        return x
+    below, right = (
+        0 if fit else (size + multiple - 1) // multiple * multiple - size
+        for fit, size, multiple in zip(fits, x.shape, wanted, strict=True)
+    )
+    return torch.nn.functional.pad(x, (0, right, 0, below))
 
 
 def default_device() -> str:

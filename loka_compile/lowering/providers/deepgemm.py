@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.errors import LoweringError
-from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe, Scaling
+from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe, Role, Scaling
 from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
 from loka_compile.lowering.quantize import packed
@@ -38,15 +38,15 @@ class DeepGemm(Provider):
         """sm_90 (newer GPUs want other scales) and the package."""
         return gpu_reason((9, 0), below=(9, 1), device=device) or load()
 
+    def multiples(self, recipe: Recipe) -> dict[str, int]:
+        """16-byte rows of FP8 and of the result."""
+        return {"k": 16, "n": 8 if recipe == BLOCKWISE else 4}
+
     def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
-        role = refuses_blockwise_role(gemm, recipe)
-        if role:
-            return role
-        if recipe == BLOCKWISE:
-            if gemm.dtype != "bfloat16":
-                return f"DeepGEMM's 1d2d kernel writes bfloat16, not {gemm.dtype}"
-            return multiple_of(gemm, {"k": 16, "n": 8}, "DeepGEMM's 1d2d kernel (TMA)")
-        return multiple_of(gemm, {"k": 16, "n": 4}, "DeepGEMM's 1d1d kernel (TMA)")
+        if recipe == BLOCKWISE and gemm.role is not Role.GRAD_WEIGHT and gemm.dtype != "bfloat16":
+            return f"DeepGEMM's 1d2d kernel writes bfloat16, not {gemm.dtype}"
+        who = f"DeepGEMM's {'1d2d' if recipe == BLOCKWISE else '1d1d'} kernel (TMA)"
+        return refuses_blockwise_role(gemm, recipe) or multiple_of(gemm, self.multiples(recipe), who)
 
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T``; 1x128 scales are handed over in the layout that the kernel's TMA loads want."""

@@ -49,14 +49,14 @@ class Mslk(Provider):
         """sm_90 and one of the two packages."""
         return gpu_reason((9, 0), below=(9, 1), device=device) or load()[1]
 
+    def multiples(self, recipe: Recipe) -> dict[str, int]:
+        """16-byte rows; whole blocks for the groupwise kernel."""
+        # Nothing in the groupwise kernel checks its scales: what does not fit reads out of bounds.
+        return {"k": BLOCK, "n": BLOCK} if recipe == BLOCKWISE else {"k": 16, "n": 8}
+
     def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
-        role = refuses_blockwise_role(gemm, recipe)
-        if role:
-            return role
-        if recipe == BLOCKWISE:
-            # Nothing in the groupwise kernel checks its scales: what does not fit reads out of bounds.
-            return multiple_of(gemm, {"k": BLOCK, "n": BLOCK}, "MSLK's groupwise GEMM")
-        return multiple_of(gemm, {"k": 16, "n": 8}, "MSLK's GEMM (16-byte rows)")
+        who = "MSLK's groupwise GEMM" if recipe == BLOCKWISE else "MSLK's GEMM (16-byte rows)"
+        return refuses_blockwise_role(gemm, recipe) or multiple_of(gemm, self.multiples(recipe), who)
 
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T`` in bf16, cast to ``out_dtype`` (a no-op: only bf16 GEMMs are accepted)."""

@@ -54,13 +54,14 @@ class TorchScaledMM(Provider):
             return f"rowwise scaled_mm on a CPU needs torch 2.13; this is {torch.__version__}"
         return None
 
+    def multiples(self, recipe: Recipe) -> dict[str, int]:
+        """16; whole blocks where scales are in blocks."""
+        # Where a block is cut, torch's fake function and its kernel disagree about the scale's shape.
+        return {"k": BLOCK, "n": BLOCK} if recipe in _BLOCKED else {"k": 16, "n": 16}
+
     def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
-        if recipe.name in (BLOCKWISE.name, BLOCKWISE_1X128.name):
-            # Where a block is cut, torch's fake function and its kernel disagree about the scale's shape.
-            return refuses_blockwise_role(gemm, recipe) or multiple_of(
-                gemm, {"k": BLOCK, "n": BLOCK}, "torch's block-scaled scaled_mm"
-            )
-        return multiple_of(gemm, {"k": 16, "n": 16}, "torch._scaled_mm")
+        who = "torch's block-scaled scaled_mm" if recipe in _BLOCKED else "torch._scaled_mm"
+        return refuses_blockwise_role(gemm, recipe) or multiple_of(gemm, self.multiples(recipe), who)
 
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T``; B is handed over as ``[n, k].t()``, the column-major form that CUDA (and Inductor) wants."""

@@ -40,11 +40,14 @@ class TorchAO(Provider):
         """sm_89 or newer, and torchao from 0.18."""
         return gpu_reason((8, 9), device=device) or load()
 
-    def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
+    def multiples(self, recipe: Recipe) -> dict[str, int]:
+        """Whole blocks and whole tiles."""
         # Tiles are up to 256 wide and read their scales without a mask: past the last row, past the end of memory.
-        return refuses_blockwise_role(gemm, recipe) or multiple_of(
-            gemm, {"k": BLOCK, "m": 256, "n": 256}, "torchao's block GEMM (unmasked scales)"
-        )
+        return {"k": BLOCK, "m": 256, "n": 256}
+
+    def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
+        who = "torchao's block GEMM (unmasked scales)"
+        return refuses_blockwise_role(gemm, recipe) or multiple_of(gemm, self.multiples(recipe), who)
 
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T``; A's scales column-major, B's column-major in 128x128 blocks and row-major in 1x128."""
