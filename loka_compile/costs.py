@@ -201,8 +201,13 @@ class CostTable:
         return math.nan if time is None else time
 
     def moving_us(self, size: int) -> float:
-        """Microseconds to move that many bytes at the bandwidth of the data sheet, read and written ones together."""
-        return self._per_megabyte * size * _MEGA
+        """Microseconds of a kernel that does nothing but move that many bytes, read and written ones together.
+
+        The bandwidth of the data sheet, and the launch of the quickest quantiser; no bytes need no kernel.
+        """
+        fitted = [s.coefficients for s in self._quantizers.values() if s.coefficients is not None]
+        launch = min((float(c[0]) for c in fitted), default=0.0)
+        return launch + self._per_megabyte * size * _MEGA if size else 0.0
 
     def _gemm_us(self, provider: str, recipe: str, gemm: Gemm) -> tuple[float | None, bool, bool]:
         """Time, whether it was measured, whether a comparable shape was.

@@ -238,7 +238,8 @@ def test_dynamic_batch(no_codegen):
     for rows in (0, 32, 48, 5, 64, 33, 128, 199, 1, 2, 0, 500):
         x = torch.randn(rows, 16)
         got = train_step(run, tower, x)
-        close(got[0], mods_of(reference)(x), 0.1, f"{rows} rows")
+        # Every GEMM is in FP8, the head (N = 1, padded) too.
+        close(got[0], mods_of(reference)(x), 0.25, f"{rows} rows")
     assert graphs() <= 4  # no row, 32 rows, any number, one row
     planned = [r for r in watch.reports if r.plan is not None]
     assert ("linears.0#0", "forward") in fp8_sites(planned[0])

@@ -310,7 +310,10 @@ def test_padding_counts():
     costs = CostTable.load("h200")
     gemm = Gemm("a#0", Role.FORWARD, row.m_min, 32, 16, row.dtype)
     latency = costs.latency(gemm, "torch", "rowwise")
-    assert row.gemm_us == pytest.approx(latency.gemm_us + 2 * row.m_min * 20 * 2 * 1e3 / 4800 * 1e-6)
+    # Read and written in bf16 at the bandwidth of the data sheet, by a kernel of its own.
+    cut = 2 * row.m_min * 20 * 2 * 1e3 / 4800 * 1e-6
+    assert latency.gemm_us + cut + 0.5 < row.gemm_us < latency.gemm_us + cut + 2.0
+    assert costs.moving_us(0) == 0.0
     assert row.quantize_us == pytest.approx(latency.quantize_us)
     assert math.isfinite(row.mere)
 
