@@ -32,6 +32,8 @@ class Scaling(str, Enum):
     NONE = "none"
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
+    #: With scales that are powers of two (OCP MX).
+    BLOCK_1X32 = "1x32"
     BLOCK_1X128 = "1x128"
     BLOCK_128X128 = "128x128"
 
@@ -71,6 +73,12 @@ BLOCKWISE = Recipe("blockwise", Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 BLOCKWISE_1X128 = Recipe("blockwise_1x128", Scaling.BLOCK_1X128, Scaling.BLOCK_1X128)
 #: Both operands in 128x128 blocks: one quantisation of a tensor serves all of its GEMMs by byte transposes.
 BLOCKWISE_128X128 = Recipe("blockwise_128x128", Scaling.BLOCK_128X128, Scaling.BLOCK_128X128)
+#: MXFP8 of Blackwell's tensor cores: blocks of 32 along the contraction, scales of 8 exponent bits.
+MXFP8 = Recipe("mxfp8", Scaling.BLOCK_1X32, Scaling.BLOCK_1X32)
+#: The FP8 of AMD's MI300: no infinity, no negative zero, largest number 240.
+_FNUZ = "float8_e4m3fnuz"
+TENSORWISE_FNUZ = Recipe("tensorwise_fnuz", Scaling.TENSORWISE, Scaling.TENSORWISE, a_dtype=_FNUZ, b_dtype=_FNUZ)
+ROWWISE_FNUZ = Recipe("rowwise_fnuz", Scaling.ROWWISE, Scaling.ROWWISE, a_dtype=_FNUZ, b_dtype=_FNUZ)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ What happens at the edges:
 * a group of zeros gets the scale ``1e-12 / fp8_max`` and zeros, never 0/0;
 * a NaN or an Inf in a group makes the *whole group* NaN once it is dequantised (the scale is NaN or Inf), so that it
   reaches the output of the GEMM and a GradScaler or a guard can see it; other groups are untouched;
+* 1x32 (MX) rounds the scale up to a power of two, so that nothing saturates; it has no Inf, and becomes NaN instead;
 * with ``bound`` there is no amax: NaN stays where it is, and what exceeds the bound saturates, Inf included;
 * after scaling, what is below half of the smallest FP8 subnormal (``2**-10`` for e4m3) becomes 0;
 * the clamp is explicit because torch up to 2.11 casts an overflow to NaN.
@@ -34,15 +35,20 @@ from loka_compile.gemm import Scaling
 AMAX_FLOOR = 1e-12
 #: Elements along the contraction (and, in 128x128, along the rows) that share a scale in the block scalings.
 BLOCK = 128
-#: The FP8 formats that the quantiser writes: 4 exponent bits (max 448) and 5 exponent bits (max 57344).
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Elements that share a scale in 1x32 (MX).
+BLOCK_MX = 32
+#: Largest number of the FP8 formats that the quantiser writes; fnuz is what AMD's MI300 has.
+FP8_MAXIMUM = {
+    torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0,
+    torch.float8_e4m3fnuz: 240.0, torch.float8_e5m2fnuz: 57344.0,
+}  # fmt: skip
 
 
 class Quantized(NamedTuple):
     """An FP8 operand: ``data`` [rows, k] contiguous, and the fp32 ``scale`` that multiplies it to give x back.
 
     The shape of ``scale``: TENSORWISE [], ROWWISE [rows, 1], 1x128 [rows, ceil(k/128)],
-    128x128 [ceil(rows/128), ceil(k/128)].
+    128x128 [ceil(rows/128), ceil(k/128)], 1x32 [rows, ceil(k/32)] (powers of two).
     """
 
     data: Tensor
@@ -66,7 +72,7 @@ def quantize(
         transpose: the operand is ``x.T``, that is, its contraction runs along the rows of ``x``. ``data`` comes out
             contiguous as [cols, rows of x]. For TENSORWISE and 128x128 the same ops run as without ``transpose``,
             followed by a byte transpose, so that a graph which needs both quantises once.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        dtype: one of :data:`FP8_MAXIMUM`.
         bound: a proven upper bound of ``|x|``. TENSORWISE then scales by the power of two
             ``2**floor(log2(fp8_max / bound))`` (16 for a bound of 16 in e4m3) and reads no amax. Ignored by the
             other scalings.
@@ -87,7 +93,7 @@ def quantize(
         scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=x.device)
         values = values * factor
     else:
-        scale, values = _scale_groups(values, _group_shape(scaling, transpose), fp8_max)
+        scale, values = _scale_groups(values, _group_shape(scaling, transpose), fp8_max, scaling is Scaling.BLOCK_1X32)
     # The cast comes before the blocks are joined again: only then do amax, division and cast share one loop, which
     # Inductor makes one kernel of (1x128, a multiple of 128).
     data = values.clamp(-fp8_max, fp8_max).to(dtype)
@@ -109,7 +115,7 @@ def dequantize(q: Quantized, scaling: Scaling) -> Tensor:
     scale = q.scale
     for dim, size in enumerate(_group_shape(scaling, transpose=False)):
         if size is not None and size > 1:
-            scale = _repeat(scale, dim, data.shape[dim])
+            scale = _repeat(scale, dim, data.shape[dim], size)
     return data * scale
 
 
@@ -127,14 +133,14 @@ def fixed_scale(bound: float, dtype: torch.dtype) -> float:
 
 
 def fp8_maximum(dtype: torch.dtype) -> float:
-    """The largest finite number of an FP8 format: 448 for e4m3fn, 57344 for e5m2.
+    """The largest finite number of an FP8 format: 448 for e4m3fn, 240 for e4m3fnuz, 57344 for e5m2.
 
     Raises:
         UnknownNameError: not an FP8 format that we write.
     """
-    if dtype not in FP8_DTYPES:
-        raise UnknownNameError("FP8 dtype", str(dtype), [str(d) for d in FP8_DTYPES])
-    return 448.0 if dtype is torch.float8_e4m3fn else 57344.0
+    if dtype not in FP8_MAXIMUM:
+        raise UnknownNameError("FP8 dtype", str(dtype), [str(d) for d in FP8_MAXIMUM])
+    return FP8_MAXIMUM[dtype]
 
 
 def packed(t: Tensor) -> Tensor:
@@ -154,40 +160,55 @@ def _group_shape(scaling: Scaling, transpose: bool) -> tuple[int | None, int | N
     rows, contraction = {
         Scaling.TENSORWISE: (None, None),
         Scaling.ROWWISE: (1, None),
+        Scaling.BLOCK_1X32: (1, BLOCK_MX),
         Scaling.BLOCK_1X128: (1, BLOCK),
         Scaling.BLOCK_128X128: (BLOCK, BLOCK),
     }[scaling]
     return (contraction, rows) if transpose else (rows, contraction)
 
 
-def _scale_groups(x: Tensor, group: tuple[int | None, int | None], fp8_max: float) -> tuple[Tensor, Tensor]:
+def _scale_groups(
+    x: Tensor, group: tuple[int | None, int | None], fp8_max: float, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
     """Scale of every group, in the stored orientation ([rows] for ROWWISE), and x divided by it.
 
-    Where blocks fit exactly, the second result keeps each split dimension as [blocks, 128].
+    Where blocks fit exactly, the second result keeps each split dimension as [blocks, elements of a block].
     """
-    if BLOCK not in group:
+    split = [dim for dim in (0, 1) if (group[dim] or 0) > 1]
+    if not split:
         dims = [dim for dim in (0, 1) if group[dim] is None]
         scale = _scale_of(_amax(x, dims), fp8_max)
         inverse = scale.reciprocal()
         return scale, x * (inverse.unsqueeze(dims[0]) if len(dims) == 1 else inverse)
-    split = [dim for dim in (0, 1) if group[dim] == BLOCK]
-    ragged = [dim for dim in split if not statically_known_true(x.shape[dim] % BLOCK == 0)]
-    blocks = _split(_pad(x, ragged), split)
-    # Splitting dimension 0 moves the columns to dimension 2; what is reduced is the 128 of each split.
+    block = group[split[0]] or 1
+    ragged = [dim for dim in split if not statically_known_true(x.shape[dim] % block == 0)]
+    blocks = _split(_pad(x, ragged, block), split, block)
+    # Splitting dimension 0 moves the columns to dimension 2; what is reduced is the inside of each split.
     inner = [dim + 1 if position == 0 else dim + 2 for position, dim in enumerate(split)]
     scale = _scale_of(_amax(blocks, inner, keepdim=True), fp8_max)
+    if power_of_two:
+        scale = _up_to_a_power_of_two(scale)
     if not ragged:
         return scale.squeeze(inner), blocks * scale.reciprocal()
     scale = scale.squeeze(inner)
     inverse = scale.reciprocal()
     for dim in split:
-        inverse = _repeat(inverse, dim, x.shape[dim])
+        inverse = _repeat(inverse, dim, x.shape[dim], block)
     return scale, x * inverse
 
 
 def _scale_of(amax: Tensor, fp8_max: float) -> Tensor:
     # clamp hands a NaN through, and Inf / fp8_max is Inf: both poison their group on purpose.
     return amax.clamp(min=AMAX_FLOOR) / fp8_max
+
+
+def _up_to_a_power_of_two(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not smaller, by its exponent bits; NaN where the scale is not finite."""
+    exponent = (scale.view(torch.int32) + 0x007FFFFF) >> 23
+    # The two ends of 8 exponent bits, 2**-127 and 2**127, lie outside of what normal fp32 scales and their inverses
+    # can be; the floor of the amax keeps away from the lower one.
+    power = (exponent.clamp(1, 253) << 23).view(torch.float32)
+    return torch.where(scale.isfinite(), power, torch.full_like(scale, math.nan))
 
 
 def _amax(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
@@ -198,26 +219,26 @@ def _amax(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     return x.abs().amax(dims, keepdim=keepdim)
 
 
-def _blocks(size: int) -> int:
-    """Blocks of 128 that cover ``size`` elements; plain arithmetic, so that a symbolic size stays symbolic."""
-    return (size + BLOCK - 1) // BLOCK
+def _blocks(size: int, block: int) -> int:
+    """Blocks that cover ``size`` elements; plain arithmetic, so that a symbolic size stays symbolic."""
+    return (size + block - 1) // block
 
 
-def _pad(x: Tensor, dims: list[int]) -> Tensor:
-    """x with zeros up to the next multiple of 128 along ``dims``."""
+def _pad(x: Tensor, dims: list[int], block: int) -> Tensor:
+    """x with zeros up to the next whole block along ``dims``."""
     if not dims:
         return x
-    extra = [_blocks(x.shape[dim]) * BLOCK - x.shape[dim] if dim in dims else 0 for dim in (1, 0)]
+    extra = [_blocks(x.shape[dim], block) * block - x.shape[dim] if dim in dims else 0 for dim in (1, 0)]
     return torch.nn.functional.pad(x, (0, extra[0], 0, extra[1]))
 
 
-def _split(x: Tensor, dims: list[int]) -> Tensor:
-    """x with each of ``dims`` cut into [blocks, 128]; the last one first, so that the positions stay valid."""
+def _split(x: Tensor, dims: list[int], block: int) -> Tensor:
+    """x with each of ``dims`` cut into [blocks, block]; the last one first, so that the positions stay valid."""
     for dim in reversed(dims):
-        x = x.view(*x.shape[:dim], _blocks(x.shape[dim]), BLOCK, *x.shape[dim + 1 :])
+        x = x.view(*x.shape[:dim], _blocks(x.shape[dim], block), block, *x.shape[dim + 1 :])
     return x
 
 
-def _repeat(scale: Tensor, dim: int, size: int) -> Tensor:
-    """Each scale of ``dim`` 128 times, cut to ``size``. A gather: slicing would guard on a symbolic size."""
-    return scale.index_select(dim, torch.arange(size, device=scale.device) // BLOCK)
+def _repeat(scale: Tensor, dim: int, size: int, block: int) -> Tensor:
+    """Each scale of ``dim`` for a block, cut to ``size``. A gather: slicing would guard on a symbolic size."""
+    return scale.index_select(dim, torch.arange(size, device=scale.device) // block)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loka_compile.gemm import Scaling
-from loka_compile.lowering.providers import PROVIDERS, deepgemm, get_provider, mslk, torch_scaled_mm, triton_gemm
+from loka_compile.lowering.providers import PROVIDERS, deepgemm, get_provider, mslk, torch_mx, torch_scaled_mm, triton_gemm
 from loka_compile.lowering.quantize import dequantize, quantize
 from tests.lowering.contract import ACCUMULATION
 
@@ -40,6 +40,9 @@ OPS = {
         "deepgemm:blockwise_1x128", deepgemm.deepgemm_1d1d, deepgemm.tma_aligned, deepgemm.tma_aligned, (),
         torch.float32,
     ),
+    "scaled_mm_mx": (
+        "torch_mx:mxfp8", torch_mx.scaled_mm_mx, torch_mx.swizzled, torch_mx.swizzled, (torch.float32,), torch.float32
+    ),
     **{
         f"scaled_gemm-{name}": (
             f"triton:{name}", triton_gemm.scaled_gemm, as_it_is, as_it_is, (name, torch.float32), torch.float32
@@ -68,7 +71,7 @@ def test_custom_op(name, m, device):
     before = [t.clone() for t in args[:4]]
     out = op(*args)
     for given, copy in zip(args[:4], before, strict=True):
-        assert torch.equal(given.float(), copy.float())
+        assert torch.equal(given.view(torch.uint8), copy.view(torch.uint8))
         assert out.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
     assert out.dtype == dtype
     assert out.is_contiguous()

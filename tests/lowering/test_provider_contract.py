@@ -229,6 +229,8 @@ def test_what_a_machine_without_a_gpu_skips():
         "deepgemm": gpu.format("9.0"),
         "torchao": gpu.format("8.9 or newer"),
         "triton": gpu.format("9.0 or newer"),
+        "torch_mx": gpu.format("10.0 or newer"),
+        "torch_rocm": "needs an AMD GPU of gfx94x (MI300); the operands are on the CPU",
         "emulated": None,
     }
     skipped = {
@@ -243,6 +245,7 @@ def test_what_a_machine_without_a_gpu_skips():
         "deepgemm:blockwise", "deepgemm:blockwise_1x128", "torchao:blockwise", "torchao:blockwise_1x128",
         "triton:tensorwise", "triton:tensorwise_fast", "triton:rowwise", "triton:rowwise_fast", "triton:blockwise",
         "triton:blockwise_1x128", "triton:blockwise_128x128",
+        "torch_mx:mxfp8", "torch_rocm:tensorwise_fnuz", "torch_rocm:rowwise_fnuz",
     }  # fmt: skip
     if torch.__version__ < "2.13":
         expected |= {"torch:rowwise", "torch:rowwise_fast"}

@@ -26,12 +26,14 @@ REFUSED = {
     "fbgemm:blockwise": "xxxxxxxxxx....x", "fbgemm:blockwise_128x128": "x.xxxxxx.......",
     "deepgemm:blockwise": "x.xxxxxx.......", "deepgemm:blockwise_1x128": "x.xxxxxx.......",
     "torchao:blockwise": "xxxxxxxxxxxxx.x", "torchao:blockwise_1x128": "xxxxxxxxxxxxx.x",
+    "torch_mx:mxfp8": "xxxxxxxxxx....x", "torch_rocm:tensorwise_fnuz": "xxxxxxxx.x....x", "torch_rocm:rowwise_fnuz": "xxxxxxxx.x....x",
     **{f"triton:{name}": "..............." for name in get_provider("triton").recipes},
     **{f"emulated:{name}": "..............." for name in get_provider("emulated").recipes},
 }  # fmt: skip
 #: The sizes among m, n, k that may not move from call to call.
 STILL = {
-    "high_precision": "", "torch": "nk", "fbgemm": "nk", "deepgemm": "nk", "torchao": "mnk", "triton": "", "emulated": ""
+    "high_precision": "", "torch": "nk", "fbgemm": "nk", "deepgemm": "nk", "torchao": "mnk", "triton": "",
+    "torch_mx": "nk", "torch_rocm": "nk", "emulated": "",
 }  # fmt: skip
 #: What writes fewer dtypes than bf16, fp16 and fp32 (the baseline also fp64).
 BFLOAT16_ONLY = {"fbgemm:rowwise", "fbgemm:rowwise_fast", "fbgemm:blockwise", "fbgemm:blockwise_128x128",
@@ -62,11 +64,11 @@ def test_on_an_h200_with_every_library_nothing_is_skipped():
     absent = {name for name, reason in skipped.items() if "not installed" in reason or "neither" in reason}
     if absent or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"not every library is here, or this is no sm_90: {skipped}")
-    assert skipped == {}
+    assert set(skipped) == {"torch_mx", "torch_rocm"}
     failed = {}
     for name, recipe, role in CASES:
         provider = get_provider(name)
-        if provider.refuses_shape(Gemm("s#0", role, 256, 256, 256), recipe):
+        if name in skipped or provider.refuses_shape(Gemm("s#0", role, 256, 256, 256), recipe):
             continue
         reason = provider.supported(recipe, "cuda") or self_test(name, recipe.name, role, "cuda")
         if reason:

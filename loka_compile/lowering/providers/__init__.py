@@ -19,6 +19,8 @@ PROVIDERS = (
     ("deepgemm", "loka_compile.lowering.providers.deepgemm", "DeepGemm"),
     ("torchao", "loka_compile.lowering.providers.torchao", "TorchAO"),
     ("triton", "loka_compile.lowering.providers.triton_gemm", "TritonGemm"),
+    ("torch_mx", "loka_compile.lowering.providers.torch_mx", "TorchMX"),
+    ("torch_rocm", "loka_compile.lowering.providers.torch_rocm", "TorchROCm"),
     ("emulated", "loka_compile.lowering.providers.emulated", "Emulated"),
 )
 

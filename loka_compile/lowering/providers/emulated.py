@@ -15,8 +15,11 @@ from loka_compile.gemm import (
     BLOCKWISE,
     BLOCKWISE_1X128,
     BLOCKWISE_128X128,
+    MXFP8,
     ROWWISE,
+    ROWWISE_FNUZ,
     TENSORWISE,
+    TENSORWISE_FNUZ,
     Gemm,
     Recipe,
     Role,
@@ -25,7 +28,9 @@ from loka_compile.gemm import (
 from loka_compile.lowering.providers.base import Provider, Quantized
 from loka_compile.lowering.quantize import dequantize
 
-_RECIPES = (TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_1X128, BLOCKWISE_128X128)
+_RECIPES = (
+    TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_1X128, BLOCKWISE_128X128, MXFP8, TENSORWISE_FNUZ, ROWWISE_FNUZ
+)  # fmt: skip
 
 
 class Emulated(Provider):
