@@ -205,7 +205,7 @@ class CostTable:
 
         The bandwidth of the data sheet, and the launch of the quickest quantiser; no bytes need no kernel.
         """
-        fitted = [s.coefficients for s in self._quantizers.values() if s.coefficients is not None]
+        fitted = [s.coefficients for s in self.quantizers.values() if s.coefficients is not None]
         launch = min((float(c[0]) for c in fitted), default=0.0)
         return launch + self._per_megabyte * size * _MEGA if size else 0.0
 

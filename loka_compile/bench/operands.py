@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.gemm import Scaling
-from loka_compile.lowering.quantize import BLOCK, Quantized
+from loka_compile.lowering.quantize import BLOCK, BLOCK_MX, Quantized
 
 #: Start of a view: kernels want 16 bytes, a little more does not hurt.
 _ALIGN = 256
@@ -87,6 +87,7 @@ class Operands:
         blocks: tuple[int, ...] = {
             Scaling.TENSORWISE: (),
             Scaling.ROWWISE: (rows, 1),
+            Scaling.BLOCK_1X32: (rows, math.ceil(k / BLOCK_MX)),
             Scaling.BLOCK_1X128: (rows, math.ceil(k / BLOCK)),
             Scaling.BLOCK_128X128: (math.ceil(rows / BLOCK), math.ceil(k / BLOCK)),
         }[scaling]
