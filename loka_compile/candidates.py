@@ -68,6 +68,8 @@ class Native(NamedTuple):
 
     refused: str
     mere: float
+    #: At the batch size in the middle.
+    us: float
 
 
 def candidates_of(table: Table, limits: Limits) -> dict[Key, list[Candidate]]:
@@ -88,7 +90,9 @@ def native_of(table: Table, key: Key) -> Native:
     """What stands in the table of the GEMM in high precision."""
     rows = [row for row in table.rows if (row.site, row.role) == key and (row.provider, row.recipe) == BASELINE]
     refused = next((row.refused for row in rows if row.refused), "")
-    return Native(refused, max((row.mere for row in rows), default=math.nan))
+    times = [row.baseline_us for row in sorted(rows, key=lambda row: row.batch)]
+    return Native(refused, max((row.mere for row in rows), default=math.nan),
+                  times[len(times) // 2] if times else math.nan)  # fmt: skip
 
 
 def _judge(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from loka_compile.bench.command import bench
 from loka_compile.errors import CorruptFileError, LokaError
 from loka_compile.plan import Decision, Plan, make_plan
 from loka_compile.table import Header, Measurement, Table
+from loka_compile.thresholds import as_mapping, parse_per_site
 
 app = typer.Typer(name="loka", help="FP8 for recommendation models: tables, plans, measurements.", no_args_is_help=True)
 table_app = typer.Typer(help="Tables: what was measured.", no_args_is_help=True)
@@ -31,6 +33,13 @@ File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A table
 PlanFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A plan file, or a table to plan from.")]
 MaxMere = Annotated[float, typer.Option(help="Largest error of a kernel, when planning from a table.")]
 MinSpeedup = Annotated[float, typer.Option(help="Smallest speed-up of a kernel, when planning from a table.")]
+PerSiteOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--per-site",
+        help='Limits of some sites when planning from a table: "over.*:max_mere=0.1", "head:providers=torch,fbgemm".',
+    ),
+]
 SiteFilter = Annotated[str, typer.Option("--site", help="Only sites that contain this text.")]
 
 
@@ -90,23 +99,35 @@ def table_diff(before: File, after: File) -> None:
 
 
 @plan_app.command("show")
-def plan_show(file: PlanFile, max_mere: MaxMere = 0.2, min_speedup: MinSpeedup = 1.05, site: SiteFilter = "") -> None:
+def plan_show(
+    file: PlanFile,
+    max_mere: MaxMere = 0.2,
+    min_speedup: MinSpeedup = 1.05,
+    per_site: PerSiteOption = None,
+    site: SiteFilter = "",
+) -> None:
     """Print a plan: the kernel of every GEMM. A table is planned from with the given thresholds."""
     with _complaints():
-        plan = _load_plan(file, max_mere, min_speedup)
+        plan = _load_plan(file, max_mere, min_speedup, per_site)
     console = _console()
     if plan.header is not None:
         _print_header(console, plan.header)
-    console.print(f"thresholds: error <= {plan.max_mere:g}, speed-up >= {plan.min_speedup:g}")
-    grid = _grid("site", "role", "kernel", ">error", ">speed-up", "reason")
+    console.print(escape("; ".join(_limits(plan))))
+    grid = _grid("site", "role", "kernel", ">error", ">speed-up", ">us", "reason")
     for decision in plan.decisions:
         if site in decision.site:
             style = "" if decision.is_high_precision else "green"
             grid.add_row(
-                *map(escape, (decision.site, decision.role, decision.candidate)),
-                _number(decision.mere), _number(decision.speedup, 2), escape(decision.reason), style=style,
+                *map(escape, (decision.site, decision.role, decision.kernels)),
+                _number(decision.mere), _number(decision.speedup, 2), _number(decision.us, 1),
+                escape(decision.reason), style=style,
             )  # fmt: skip
     console.print(grid)
+    before, after, unknown = plan.predicted()
+    if after:
+        missing = f", {unknown} of unknown cost left out" if unknown else ""
+        console.print(f"predicted: {before:.1f} us in high precision, {after:.1f} us by the plan "
+                      f"({before / after:.2f}x){missing}")  # fmt: skip
     console.print(", ".join(f"{name}: {count}" for name, count in plan.counts().items()) or "empty plan")
 
 
@@ -118,31 +139,42 @@ def plan_explain(
     ],
     max_mere: MaxMere = 0.2,
     min_speedup: MinSpeedup = 1.05,
+    per_site: PerSiteOption = None,
 ) -> None:
     """Print every candidate of a site's GEMMs and what became of it."""
     with _complaints():
-        plan = _load_plan(file, max_mere, min_speedup)
+        plan = _load_plan(file, max_mere, min_speedup, per_site)
     console = _console()
     found = [d for d in plan.decisions if site in (d.site, d.site.rpartition("#")[0])]
     if not found:
         known = "\n  ".join(dict.fromkeys(d.site for d in plan.decisions)) or "none"
         _fail(f"the plan knows no site {site!r}; it knows:\n  {known}")
     for decision in found:
-        _explain(console, decision)
+        _explain(console, decision, plan)
 
 
 @plan_app.command("diff")
 def plan_diff(
-    before: PlanFile, after: PlanFile, max_mere: MaxMere = 0.2, min_speedup: MinSpeedup = 1.05
-) -> None:  # fmt: skip
+    before: PlanFile,
+    after: PlanFile,
+    max_mere: MaxMere = 0.2,
+    min_speedup: MinSpeedup = 1.05,
+    per_site: PerSiteOption = None,
+) -> None:
     """Print the GEMMs that two plans decide differently. Exit status 1 if there are any."""
     with _complaints():
-        old, new = (_load_plan(file, max_mere, min_speedup) for file in (before, after))
+        old, new = (_load_plan(file, max_mere, min_speedup, per_site) for file in (before, after))
     console = _console()
+    for was, now in zip(_limits(old), _limits(new), strict=True):
+        if was != now:
+            console.print(escape(f"{was} -> {now}"))
     changes = old.diff(new)
-    grid = _grid("site", "role", "before", "after")
+    grid = _grid("site", "role", "before", "after", "reason")
     for change in changes:
-        grid.add_row(*map(escape, (change.site, change.role, change.before or "absent", change.after or "absent")))
+        decision = new.lookup(change.site, change.role) or old.lookup(change.site, change.role)
+        assert decision is not None
+        names = (change.site, change.role, change.before or "absent", change.after or "absent", decision.reason)
+        grid.add_row(*map(escape, names))
     if changes:
         console.print(grid)
     console.print(f"{len(changes)} of {max(len(old), len(new))} GEMMs differ")
@@ -150,8 +182,9 @@ def plan_diff(
         raise typer.Exit(1)
 
 
-def _load_plan(file: Path, max_mere: float, min_speedup: float) -> Plan:
+def _load_plan(file: Path, max_mere: float, min_speedup: float, per_site: list[str] | None = None) -> Plan:
     """A plan file as it is; a table file by planning from it."""
+    limits = parse_per_site(per_site or ())
     try:
         kind = json.loads(file.read_bytes()).get("format")
     except (ValueError, AttributeError):
@@ -159,29 +192,53 @@ def _load_plan(file: Path, max_mere: float, min_speedup: float) -> Plan:
     if kind == plans.FORMAT:
         return Plan.load(file)
     try:
-        return make_plan(Table.load(file), max_mere=max_mere, min_speedup=min_speedup)
+        return make_plan(Table.load(file), max_mere=max_mere, min_speedup=min_speedup, per_site=limits)
     except CorruptFileError as error:
         if kind is None:
             raise CorruptFileError(f"{file} is neither a plan nor a table file") from error
         raise
 
 
-def _explain(console: Console, decision: Decision) -> None:
-    console.print(f"[bold]{escape(decision.site)}[/] {decision.role}: [bold]{escape(decision.candidate)}[/]")
+def _limits(plan: Plan) -> list[str]:
+    """The thresholds as text: those of every site, and those by pattern."""
+    own = "; ".join(
+        f"{pattern}: {', '.join(f'{key} {value}' for key, value in limits.items())}"
+        for pattern, limits in as_mapping(plan.per_site).items()
+    )
+    return [f"thresholds: error <= {plan.max_mere:g}, speed-up >= {plan.min_speedup:g}", f"per site: {own or 'none'}"]
+
+
+def _explain(console: Console, decision: Decision, plan: Plan) -> None:
+    console.print(f"[bold]{escape(decision.site)}[/] {decision.role}: [bold]{escape(decision.kernels)}[/]")
     if decision.reason:
         console.print(f"  {escape(decision.reason)}")
-    grid = _grid("candidate", ">error", ">speed-up", "verdict")
+    if math.isfinite(decision.us):
+        console.print(f"  {decision.us:.1f} us in the plan, {decision.baseline_us:.1f} us in high precision")
+    limits = plan.limits(decision.site)
+    if (limits.max_mere, limits.min_speedup) != (plan.max_mere, plan.min_speedup):
+        console.print(f"  limits of this site: error <= {limits.max_mere:g}, speed-up >= {limits.min_speedup:g}")
+    grid = _grid("candidate", ">error", ">speed-up alone", "verdict")
     for verdict in decision.verdicts:
-        chosen = verdict.candidate == decision.candidate
+        chosen = verdict.candidate in [k.candidate for k in (decision.ranges or (decision,))]
         text = "chosen" if chosen and not verdict.reason else escape(verdict.reason) or "eligible, not chosen"
-        if chosen and verdict.reason:
-            text = f"chosen by hand, although: {text}"
+        if chosen and decision.by_hand:
+            text = f"chosen by hand, although: {text}" if verdict.reason else "chosen by hand"
+        elif chosen and decision.ranges:
+            text = "chosen for " + " and ".join(_spans(decision, verdict.candidate))
         grid.add_row(
             escape(verdict.candidate), _number(verdict.mere), _number(verdict.speedup, 2), text,
             style="green" if chosen else "",
         )  # fmt: skip
     if decision.verdicts:
         console.print(grid)
+
+
+def _spans(decision: Decision, candidate: str) -> list[str]:
+    """The batch sizes at which a decision takes this candidate."""
+    starts = [r.m_from for r in decision.ranges]
+    spans = [f"M = {start}..{after - 1}" for start, after in pairwise(starts)]
+    spans = [f"M < {starts[1]}", *spans[1:], f"M >= {starts[-1]}"]
+    return [span for span, r in zip(spans, decision.ranges, strict=True) if r.candidate == candidate]
 
 
 def _print_header(console: Console, header: Header) -> None:

@@ -64,6 +64,11 @@ class Decision:
     #: The kernels by batch size, where there is more than one; ``provider`` and ``recipe`` then are those at the batch
     #: size that was measured in the middle.
     ranges: tuple[BatchRange, ...] = ()
+    #: Microseconds in the plan, and in high precision.
+    us: float = math.nan
+    baseline_us: float = math.nan
+    #: All kernels as :func:`make_plan` chose them; "" in a plan written by hand.
+    planned: str = ""
 
     def __post_init__(self) -> None:
         """Accept a Role where a str is declared, and nothing that is neither."""
@@ -91,6 +96,11 @@ class Decision:
             return self.candidate
         first, *rest = self.ranges
         return ", ".join([first.candidate, *(f"from M = {r.m_from} {r.candidate}" for r in rest)])
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a hand has changed what :func:`make_plan` chose, or has written it."""
+        return self.planned != self.kernels
 
     @property
     def is_high_precision(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -87,12 +88,25 @@ class Plan:
         """The thresholds of one site, those of ``per_site`` included."""
         return Limits(Thresholds(self.max_mere, self.min_speedup), self.per_site).at(site)
 
+    def predicted(self) -> tuple[float, float, int]:
+        """Microseconds of all GEMMs in high precision, in the plan, and how many of them the costs do not know.
+
+        Of a plan with ranges, at the batch size in the middle. Decisions changed by hand have no known cost.
+        """
+        known = [d for d in self.decisions if math.isfinite(d.us) and math.isfinite(d.baseline_us)]
+        before, after = math.fsum(d.baseline_us for d in known), math.fsum(d.us for d in known)
+        return before, after, len(self) - len(known)
+
     def without(self, sites: Collection[str], reason: str) -> Plan:
         """The plan with all GEMMs of these sites in high precision; ``reason`` is what the decisions then say."""
+        provider, recipe = BASELINE
         decisions = [
-            Decision(d.site, d.role, *BASELINE, reason, 1.0, verdicts=d.verdicts) if d.site in sites else d
+            dataclasses.replace(
+                d, provider=provider, recipe=recipe, reason=reason, speedup=1.0, mere=math.nan, ranges=(),
+                us=d.baseline_us, planned=f"{provider}:{recipe}",
+            ) if d.site in sites else d
             for d in self.decisions
-        ]
+        ]  # fmt: skip
         return Plan(
             decisions,
             max_mere=self.max_mere,
@@ -141,7 +155,7 @@ class Plan:
         """Write the plan as JSON that can be read and edited, atomically.
 
         To change a decision, change its ``provider`` and ``recipe`` (and those in its ``ranges``, or empty these); the
-        rest of it explains and is not read back into the choice.
+        rest of it explains and is not read back into the choice. What was changed is told from ``planned``.
 
         Raises:
             OSError: the folder cannot be written.
@@ -262,6 +276,22 @@ def _decision(value: Any, where: str) -> Decision:
         for index, part in enumerate(jsonio.as_list(entry.get("ranges", []), f"{place}, key 'ranges'"))
     )
     try:
-        return jsonio.record(Decision, entry, place, verdicts=verdicts, ranges=ranges)
+        return _as_changed(jsonio.record(Decision, entry, place, verdicts=verdicts, ranges=ranges))
     except (UnknownNameError, TableError) as error:
         raise CorruptFileError(f"{place}: {error}") from error
+
+
+def _as_changed(decision: Decision) -> Decision:
+    """A decision whose kernel a hand has changed, with the numbers of the kernel that it now has, as far as known."""
+    if not (decision.planned and decision.by_hand):
+        return decision
+    verdict = next((v for v in decision.verdicts if v.candidate == decision.candidate), None)
+    native = (decision.provider, decision.recipe) == BASELINE
+    reason = f"by hand; planned was {decision.planned}" + (f": {decision.reason}" if decision.reason else "")
+    return dataclasses.replace(
+        decision,
+        reason=decision.reason if decision.reason.startswith("by hand") else reason,
+        speedup=1.0 if native else math.nan if verdict is None else verdict.speedup,
+        mere=math.nan if verdict is None else verdict.mere,
+        us=decision.baseline_us if native else math.nan,
+    )

@@ -128,7 +128,10 @@ class _Group:
         if chosen is None:
             native = self.natives[key]
             reason = native.refused or _why_none(self.gemms[key])
-            return Decision(site, role, *BASELINE, reason, 1.0, native.mere, verdicts)
+            return Decision(
+                site, role, *BASELINE, reason, 1.0, native.mere, verdicts,
+                us=native.us, baseline_us=native.us, planned=_NATIVE,
+            )  # fmt: skip
         at = m * self.scale[key]
         users = Counter(item for other, name in choice.items() for item in self._items(other, name))
         share = chosen.own.at(at) + sum(
@@ -138,7 +141,10 @@ class _Group:
         speedup = chosen.verdict.speedup if alone else float(chosen.baseline.at(at) / share)
         verdict = chosen.verdict
         reason = self._why(key, chosen, choice, users)
-        return Decision(site, role, verdict.provider, verdict.recipe, reason, speedup, verdict.mere, verdicts)
+        return Decision(
+            site, role, verdict.provider, verdict.recipe, reason, speedup, verdict.mere, verdicts,
+            us=float(share), baseline_us=float(chosen.baseline.at(at)), planned=verdict.candidate,
+        )  # fmt: skip
 
     def _with_ranges(self, decision: Decision, key: Key, parts: list[tuple[Fraction, dict[Key, str]]]) -> Decision:
         ranges: list[BatchRange] = []
@@ -153,7 +159,8 @@ class _Group:
         ranges = [r for i, r in enumerate(ranges) if not i or r.candidate != ranges[i - 1].candidate]
         if len(ranges) < 2 or decision.candidate not in [r.candidate for r in ranges]:
             return decision
-        return dataclasses.replace(decision, ranges=tuple(ranges))
+        found = dataclasses.replace(decision, ranges=tuple(ranges))
+        return dataclasses.replace(found, planned=found.kernels)
 
     def _items(self, key: Key, name: str) -> frozenset[Item]:
         candidate = self.by_name[key].get(name)

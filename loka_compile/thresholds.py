@@ -114,6 +114,31 @@ def overrides(given: PerSite | tuple[Override, ...] | None) -> tuple[Override, .
     return tuple(found)
 
 
+def parse_per_site(given: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Limits as they are written on a command line: ``"over.*:max_mere=0.1"``, ``"head:providers=torch,fbgemm"``.
+
+    Raises:
+        ConfigError: a text is not of that form.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in given:
+        pattern, colon, limit = text.rpartition(":")
+        key, equals, value = limit.partition("=")
+        if not (colon and equals):
+            raise ConfigError(
+                f"{text!r} is no limit of a site; write PATTERN:NAME=VALUE, with one of {', '.join(KEYS)}"
+            )
+        limits = found.setdefault(pattern, {})
+        if key == "providers":
+            limits[key] = tuple(filter(None, value.split(",")))
+            continue
+        try:
+            limits[key] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{text!r}: {value!r} is no number") from error
+    return found
+
+
 def as_mapping(given: tuple[Override, ...]) -> dict[str, dict[str, Any]]:
     """The overrides as :func:`overrides` reads them; for files."""
     return {

@@ -121,6 +121,99 @@ def test_plan_explain_of_a_decision_made_by_hand(files):
     assert "eligible, not chosen" in text
 
 
+def test_an_edited_plan_says_so_and_has_the_numbers_of_the_new_kernel(files):
+    document = json.loads((files / "p.json").read_text())
+    for entry in document["decisions"]:
+        if "over" in entry["site"] and entry["role"] == "forward":
+            entry["recipe"] = "tensorwise"
+        elif "odd" in entry["site"]:
+            entry.update(provider="high_precision", recipe="native")
+    (files / "p.json").write_text(json.dumps(document))
+    line = {c: n for n in loka("plan", "show", files / "p.json").splitlines() for c in ("over.mlp.2#0 forward", "[odd]")
+            if c.split()[0] in n and "forward" in n}  # fmt: skip
+    assert line["over.mlp.2#0 forward"].split()[2:6] == ["torch:tensorwise", "0.3000", "2.00", "-"]
+    assert "by hand; planned was torch:rowwise: the only eligible one" in line["over.mlp.2#0 forward"]
+    assert line["[odd]"].split()[2:6] == ["high_precision:native", "-", "1.00", "20.0"]
+    plan = Plan.load(files / "p.json")
+    assert [d.by_hand for d in plan.decisions] == [True, True, False]
+    plan.save(files / "q.json")
+    assert repr(Plan.load(files / "q.json").decisions) == repr(plan.decisions), "the reason does not grow"
+    assert "2 of 3 GEMMs differ" in loka("plan", "diff", files / "p.json", files / "t.json", code=1)
+
+
+def with_ranges():
+    """High precision below 100 rows, from there on FP8."""
+    rows = []
+    for m in (16, 64, 512):
+        base, fp8 = 4 + 0.1 * m, 10 + 0.04 * m
+        rows += [row("native", provider="high_precision", m_min=m, m_max=m, quantize_us=0.0, gemm_us=base, mere=0.0,
+                     baseline_us=base),
+                 row(m_min=m, m_max=m, quantize_us=0.0, gemm_us=fp8, baseline_us=base)]  # fmt: skip
+    return Table(HEADER, rows)
+
+
+def test_ranges_of_batch_size_are_shown(tmp_path):
+    with_ranges().save(tmp_path / "t.json")
+    text = loka("plan", "show", tmp_path / "t.json", "--min-speedup", "1")
+    assert "high_precision:native, from M = 100 torch:rowwise" in text
+    text = loka("plan", "explain", "over.mlp.2", "-p", tmp_path / "t.json", "--min-speedup", "1")
+    assert "over.mlp.2#0 forward: high_precision:native, from M = 100 torch:rowwise" in text
+    assert "chosen for M >= 100" in text
+    make_plan(with_ranges(), min_speedup=1.0).save(tmp_path / "a.json")
+    make_plan(with_ranges(), min_speedup=1.01).save(tmp_path / "b.json")
+    text = loka("plan", "diff", tmp_path / "a.json", tmp_path / "b.json", code=1)
+    assert "from M = 100 torch:rowwise" in text
+    assert "from M = 103 torch:rowwise" in text
+
+
+def test_an_edit_that_contradicts_the_ranges_is_refused(tmp_path):
+    make_plan(with_ranges(), min_speedup=1.0).save(tmp_path / "p.json")
+    document = json.loads((tmp_path / "p.json").read_text())
+    document["decisions"][0].update(provider="torch", recipe="tensorwise")
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert "torch:tensorwise is in none of its ranges" in loka("plan", "show", tmp_path / "p.json", code=2)
+    document["decisions"][0]["ranges"] = []
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert "by hand; planned was high_precision:native, from M" in loka("plan", "show", tmp_path / "p.json")
+    document["decisions"][0].update(ranges=[{"m_from": 9, "provider": "a", "recipe": "b"}] * 2)
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert "must rise" in loka("plan", "show", tmp_path / "p.json", code=2)
+
+
+def shared():
+    """Each GEMM alone is slower than high precision; together they pay."""
+    parts = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}
+    rows = [row("native", provider="high_precision", role=role, quantize_us=0.0, gemm_us=17.0, baseline_us=17.0)
+            for role in parts]  # fmt: skip
+    rows += [row(role=role, quantize_us=8.0, gemm_us=10.0, baseline_us=17.0, a_form=a, a_once_us=4.0, b_form=b,
+                 b_once_us=4.0) for role, (a, b) in parts.items()]  # fmt: skip
+    return Table(HEADER, rows)
+
+
+def test_combinations_and_the_prediction_are_shown(tmp_path):
+    shared().save(tmp_path / "t.json")
+    text = loka("plan", "show", tmp_path / "t.json")
+    assert "pays in combination; input quantised once with grad_weight" in text
+    assert "predicted: 51.0 us in high precision, 42.0 us by the plan (1.21x)" in text
+    text = loka("plan", "explain", "over.mlp.2", "-p", tmp_path / "t.json")
+    assert "weight quantised once with forward" in text
+    assert "14.0 us in the plan, 17.0 us in high precision" in text
+    line = next(line for line in text.splitlines() if line.startswith("torch:rowwise"))
+    assert line.split() == ["torch:rowwise", "0.0955", "0.94", "chosen"]
+
+
+def test_limits_of_some_sites(files):
+    text = loka(
+        "plan", "show", files / "t.json", "--per-site", "over.*:max_mere=0.01", "--per-site", "over.*:providers=a,b"
+    )
+    assert "per site: over.*: max_mere 0.01, providers ('a', 'b')" in text
+    assert text.splitlines()[-1] == "high_precision:native: 2, torch:rowwise: 1"
+    text = loka("plan", "explain", "over.mlp.2", "-p", files / "t.json", "--per-site", "over.mlp.2:max_mere=0.01")
+    assert "limits of this site: error <= 0.01, speed-up >= 1.05" in text
+    for wrong, words in (("over", "PATTERN:NAME=VALUE"), ("a:max_mere=x", "'x' is no number"), ("a:b=1", "'b'")):
+        assert words in loka("plan", "show", files / "t.json", "--per-site", wrong, code=2)
+
+
 def test_plan_explain_of_an_unknown_site_names_the_known_ones(files):
     text = loka("plan", "explain", "over.mlp.3", "-p", files / "p.json", code=2)
     assert "no site 'over.mlp.3'" in text
@@ -132,7 +225,9 @@ def test_plan_diff(files):
     text = loka("plan", "diff", files / "p.json", files / "q.json", code=1)
     assert "2 of 3 GEMMs differ" in text
     line = next(line for line in text.splitlines() if "over" in line)
-    assert line.split() == ["over.mlp.2#0", "forward", "torch:rowwise", "high_precision:native"]
+    assert line.split()[:4] == ["over.mlp.2#0", "forward", "torch:rowwise", "high_precision:native"]
+    assert "error 0.0955 > 0.05" in line
+    assert "thresholds: error <= 0.2, speed-up >= 1.05 -> thresholds: error <= 0.05, speed-up >= 1.05" in text
     assert "0 of 3 GEMMs differ" in loka("plan", "diff", files / "p.json", files / "t.json")
 
 
