@@ -118,6 +118,20 @@ class PreparedChain(nn.Module):
         return self.compiled(x, self.first, self.rest, self.sixteenth)
 
 
+class Frozen(nn.Module):
+    """Inference with Inductor's freezing: weights are constants, quantised when compiling."""
+
+    def __init__(self, compiled: nn.Module) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import torch._inductor.config as inductor_config
+
+        with inductor_config.patch(freezing=True):
+            return self.compiled(x)
+
+
 def torchao(model: nn.Module, recipe: str) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -147,6 +161,7 @@ def arms(model: nn.Sequential, training: bool, wanted: list[str]) -> dict[str, o
                 copy.deepcopy(model), plan_of(model, fp8, fp8), training, combo_kernels=True
             )
         else:
+            made["E frozen"] = lambda: Frozen(loka(copy.deepcopy(model), plan_of(model, fp8, fp8), training))
             made["E by hand"] = lambda: PreparedChain(model)
     if "N" in wanted:
         made["E no FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, high), training)

@@ -81,6 +81,11 @@ def _compile_graph(
     report.plan, report.table = planning.plan, planning.table
     if planning.note:
         report.notes.append(planning.note)
+    if patches.get("freezing") and not _freezes():
+        report.notes.append(
+            "option 'freezing' does nothing here: Dynamo, which would have to make constants of the weights, reads "
+            "torch._inductor.config.freezing. Set that, in torch.no_grad(), and weights are quantised once"
+        )
     lowering = Lowering(config, report, planning.plan, emulate=planning.emulate, salt=_salt(passes))
     if planning.sample:
         return PlanAfterSampling(gm, example_inputs, planning, lowering, patches)
@@ -94,6 +99,12 @@ def device_of(example_inputs: Sequence[Any]) -> torch.device:
     """The device that a graph runs on: that of its first CUDA tensor, else of its first tensor."""
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def _freezes() -> bool:
+    import torch._inductor.config as inductor_config
+
+    return bool(inductor_config.freezing)
 
 
 def _roles(gm: fx.GraphModule) -> frozenset[Role]:

@@ -147,6 +147,24 @@ def test_autocast_and_a_dynamic_batch():
         assert all(p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_frozen_weights_are_quantised_when_compiling():
+    import torch._inductor.config as inductor_config
+
+    model, x = Chain().cuda().bfloat16().eval().requires_grad_(False), torch.randn(2048, 448).cuda().bfloat16()
+    outs, graphs = [], []
+    for freezing in (False, True):
+        torch._dynamo.reset()
+        options = {"plan": plan_of("torch:tensorwise"), "inspect": True}
+        compiled = torch.compile(copy.deepcopy(model), backend="loka", options=options)
+        with torch.no_grad(), inductor_config.patch(freezing=freezing):
+            outs.append(compiled(x))
+        graphs.append(loka_compile.reports()[-1].graph("forward"))
+    assert "quantize_weights" in graphs[0]
+    assert "quantize_weights" not in graphs[1]
+    assert graphs[1].count("gemm_block_norm") == 3
+    assert error(*outs) < 1e-3
+
+
 def test_auto_plans_for_this_card_and_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("LOKA_CACHE_DIR", str(tmp_path))
     model = Chain(2048, 3, 2048).cuda().bfloat16()
