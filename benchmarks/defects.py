@@ -36,6 +36,15 @@ class Faulty(Emulated):
         return None
 
 
+class Sound(Faulty):
+    """No defect, in one recipe."""
+
+    name: ClassVar[str] = "sound"
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipes = {recipe.name: recipe}  # type: ignore[misc]
+
+
 class DroppedLastBlock(Faulty):
     """The loop over the contraction ends one block of 128 too early."""
 
@@ -68,19 +77,21 @@ class WrongRowScale(Faulty):
 
 
 class StalePadding(Faulty):
-    """Rows are padded to whole tiles with what the workspace held before, and the amax is taken over all of them."""
+    """Rows are padded to whole tiles with what the operand's buffer held before, and the amax is taken over all."""
 
     recipe_used = TENSORWISE
 
     def __init__(self) -> None:
         super().__init__()
-        self._workspace: Tensor | None = None
+        #: What the buffers of A and of B held last; they are filled in turns.
+        self._held: list[Tensor | None] = [None, None]
 
     def quantize(
         self, x: Tensor, scaling: Scaling, dtype: torch.dtype, transpose: bool, bound: float | None
     ) -> Quantized:
         rows, width = x.shape
-        stale, self._workspace = self._workspace, x
+        stale = self._held.pop(0)
+        self._held.append(x)
         missing = -rows % TILE * width
         if stale is None or not missing:
             return super().quantize(x, scaling, dtype, transpose, bound)

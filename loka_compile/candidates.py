@@ -125,7 +125,8 @@ def _judge(
             stage = ELIGIBLE
     batches = sorted(row.batch for row in group)
     span = Span(batches[0], batches[len(batches) // 2], batches[-1])
-    verdict = Verdict(provider, recipe, mere, speedup, reason)
+    remark = "; ".join(dict.fromkeys(row.remark for row in group if row.remark))
+    verdict = Verdict(provider, recipe, mere, speedup, reason, remark)
     if stage < SLOW or math.isnan(speedup):
         return Candidate(verdict, stage, total, span)
     baseline = fit({row.batch: row.baseline_us for row in group})

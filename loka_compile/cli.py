@@ -55,15 +55,15 @@ def table_show(
     console = _console()
     _print_header(console, table.header)
     shown = [row for row in table.rows if site in row.site and (all_rows or not row.refused)]
-    grid = _grid("site", "role", "M", "N", "K", "candidate", ">error", ">95 % interval", ">by row",
-                 ">quantise us", ">GEMM us", ">baseline us", ">speed-up", "refused")  # fmt: skip
+    grid = _grid("site", "role", "M", "N", "K", "candidate", ">error", ">95 % interval", ">drawn", ">raw rows",
+                 ">quantise us", ">GEMM us", ">baseline us", ">speed-up", "refused", "remark")  # fmt: skip
     for row in shown:
         batch = str(row.m_min) if row.m_min == row.m_max else f"{row.m_min}..{row.m_max}"
         grid.add_row(
             *map(escape, (row.site, row.role, batch, str(row.n), str(row.k), row.candidate)),
-            _number(row.mere), _interval(row), _number(row.mere_by_row),
+            _number(row.mere), _interval(row), _number(row.mere_drawn), _number(row.mere_raw),
             _number(row.quantize_us, 1), _number(row.gemm_us, 1), _number(row.baseline_us, 1),
-            _number(row.speedup, 2), escape(row.refused),
+            _number(row.speedup, 2), escape(row.refused), escape(row.remark),
         )  # fmt: skip
     console.print(grid)
     hidden = sum(1 for row in table.rows if site in row.site) - len(shown)
@@ -217,7 +217,7 @@ def _explain(console: Console, decision: Decision, plan: Plan) -> None:
     limits = plan.limits(decision.site)
     if (limits.max_mere, limits.min_speedup) != (plan.max_mere, plan.min_speedup):
         console.print(f"  limits of this site: error <= {limits.max_mere:g}, speed-up >= {limits.min_speedup:g}")
-    grid = _grid("candidate", ">error", ">speed-up alone", "verdict")
+    grid = _grid("candidate", ">error", ">speed-up alone", "verdict", "remark")
     for verdict in decision.verdicts:
         chosen = verdict.candidate in [k.candidate for k in (decision.ranges or (decision,))]
         text = "chosen" if chosen and not verdict.reason else escape(verdict.reason) or "eligible, not chosen"
@@ -227,7 +227,7 @@ def _explain(console: Console, decision: Decision, plan: Plan) -> None:
             text = "chosen for " + " and ".join(_spans(decision, verdict.candidate))
         grid.add_row(
             escape(verdict.candidate), _number(verdict.mere), _number(verdict.speedup, 2), text,
-            style="green" if chosen else "",
+            escape(verdict.remark), style="green" if chosen else "",
         )  # fmt: skip
     if decision.verdicts:
         console.print(grid)

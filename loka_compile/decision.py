@@ -22,6 +22,8 @@ class Verdict:
     mere: float = math.nan
     speedup: float = math.nan
     reason: str = ""
+    #: The table's remark on how its error was measured.
+    remark: str = ""
 
     @property
     def candidate(self) -> str:

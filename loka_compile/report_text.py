@@ -62,10 +62,11 @@ def _gemms(report: Report, console: object) -> None:
         d = g.decision
         losers = [v for v in d.verdicts if v.candidate != d.candidate and v.speedup == v.speedup]
         losers.sort(key=lambda v: -v.speedup)
+        remark = next((v.remark for v in d.verdicts if v.candidate == d.candidate), "")
         others = ", ".join(f"{v.candidate} {v.speedup:.2f}x {v.mere:.3f}" for v in losers[:2])
         table.add_row(
             d.site, str(d.role), f"{g.gemm.m} x {g.gemm.n} x {g.gemm.k}", d.kernels,
-            _number(d.speedup, "x"), _number(d.mere), g.fallback or d.reason, others,
+            _number(d.speedup, "x"), _number(d.mere), "; ".join(filter(None, (g.fallback or d.reason, remark))), others,
         )  # fmt: skip
     console.print(table)  # type: ignore[attr-defined]
 

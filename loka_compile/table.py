@@ -29,7 +29,8 @@ __all__ = ["BASELINE", "FORMAT", "VERSION", "Header", "Measurement", "RowChange"
 #: What the "format" key of a table file says.
 FORMAT = "loka_compile table"
 #: Version of the file's structure; a file of another version is refused.
-VERSION = 1
+#: Version 1 gated on ``mere`` without regard to rows; its ``mere`` means something else.
+VERSION = 2
 #: The candidate that every speed-up is relative to.
 BASELINE = ("high_precision", "native")
 
@@ -59,11 +60,17 @@ class Measurement:
     gemm_us: float = math.nan
     #: The same GEMM in high precision: bf16, or TF32 for an fp32 site.
     baseline_us: float = math.nan
-    #: The gate's metric, floored MERE (probe/errors.py), and its 95 % confidence interval.
+    #: The gate's metric (probe/gate.py) and its 95 % confidence interval: the larger of ``mere_floored`` and, in
+    #: forward and grad_input, ``mere_by_row``; of drawn operands or of raw rows, whichever is worse. All other
+    #: error columns are of those same operands.
     mere: float = math.nan
     mere_low: float = math.nan
     mere_high: float = math.nan
-    #: As the gate's metric, but floored row by row: what a few very large rows hide from the gate.
+    #: The gate's metric on operands drawn from the learnt distributions, and on raw rows; NaN where there were none.
+    mere_drawn: float = math.nan
+    mere_raw: float = math.nan
+    #: Mean of |out - ref| / max(|ref|, 0.05 RMS(ref)), with the RMS of the whole result, or of each row's own.
+    mere_floored: float = math.nan
     mere_by_row: float = math.nan
     #: MERE as the paper writes it (section II-C).
     mere_paper: float = math.nan
@@ -90,6 +97,8 @@ class Measurement:
     b_form: str = ""
     b_once_us: float = math.nan
     b_layout_us: float = 0.0
+    #: What else there is to know: the Gaussian underestimates the error, the interval is wide, the kernel looks faulty.
+    remark: str = ""
 
     def __post_init__(self) -> None:
         """Accept a Role where a str is declared, and nothing that is neither."""

@@ -25,7 +25,7 @@ HEADER = Header(
 
 def row(recipe="rowwise", site="over.mlp.2#0", role="forward", provider="torch", **values):
     defaults = dict(m_min=1, m_max=4096, n=384, k=199, dtype="bfloat16", mere=0.0955, mere_low=0.0951, mere_high=0.0959,
-                    mere_by_row=0.096,
+                    mere_drawn=0.0931, mere_raw=0.0955, remark="a [faulty] kernel?",
                     quantize_us=2.0, gemm_us=8.0, baseline_us=20.0, samples=4)  # fmt: skip
     return Measurement(site, role, provider=provider, recipe=recipe, **{**defaults, **values})
 
@@ -63,7 +63,8 @@ def test_table_show(files):
     assert "over.mlp.2#0: 7 sampled rows with NaN or Inf left out" in text
     line = next(line for line in text.splitlines() if "torch:rowwise" in line and "over.mlp" in line)
     assert line.split() == ["over.mlp.2#0", "forward", "1..4096", "384", "199", "torch:rowwise", "0.0955",
-                            "0.0951..0.0959", "0.0960", "2.0", "8.0", "20.0", "2.00"]  # fmt: skip
+                            "0.0951..0.0959", "0.0931", "0.0955", "2.0", "8.0", "20.0", "2.00",
+                            "a", "[faulty]", "kernel?"]  # fmt: skip
     assert "[odd]#0" in text  # square brackets are no markup
     assert "blockwise" not in text
     assert "5 rows, 1 refused ones hidden" in text

@@ -1,6 +1,6 @@
 """How far a result is from its fp64 reference, and how sure we are of that.
 
-The gate's metric is MERE with a floored denominator::
+The gate's metric (``gate.py``) is made of MERE with a floored denominator::
 
     mere_floored = mean(|out - ref| / max(|ref|, 0.05 * RMS(ref)))
 
@@ -8,9 +8,9 @@ The paper's own MERE (section II-C) divides by ``|ref|`` alone. For outputs cent
 ``1/|ref|`` is not integrable at 0: it grows with the sample and depends on luck. It stands beside the gate's metric for
 comparison with the paper. Its terms with ``ref == 0`` are left out of the mean and counted in ``zero_refs``.
 
-What the gate's metric does not see: where a few rows are much larger than the rest, they make up the RMS, and errors
-of all other rows fall below the floor. ``mere_by_row`` floors each row (each sample of a batch, in forward and
-grad_input) by its own RMS and shows that case; on rows of like size both agree.
+Where a few rows are much larger than the rest, they make up the RMS, and errors of all other rows fall below the floor.
+``mere_by_row`` floors each row (each sample of a batch, in forward and grad_input) by its own RMS and shows that case;
+on rows of like size both agree.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FLOOR = 0.05
 class Errors(NamedTuple):
     """Error measures of one result. A result with a NaN or an Inf has infinite errors and a NaN cosine.
 
-    A gate must ask ``mere_floored <= limit`` (which neither infinity nor NaN passes), never ``not > limit``.
+    A gate must ask ``metric <= limit`` (which neither infinity nor NaN passes), never ``not > limit``.
     """
 
-    #: Mean of |out - ref| / max(|ref|, 0.05 RMS(ref)): the gate's metric.
+    #: Mean of |out - ref| / max(|ref|, 0.05 RMS(ref)).
     mere_floored: float
     #: As mere_floored, with the RMS of the element's own row; rows of zeros alone are left out.
     mere_by_row: float
@@ -167,7 +167,7 @@ def measure(out: Tensor, ref: Tensor) -> Errors:
 
 
 def pool(batches: Sequence[Errors]) -> tuple[Errors, Interval]:
-    """One set of measures from several independent batches, and the 95 % interval of the gate's metric.
+    """One set of measures from several independent batches, and the 95 % interval of the floored MERE.
 
     Means over the batches; ``max_error`` is the largest. One infinite or NaN batch makes the mean so.
 

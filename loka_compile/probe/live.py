@@ -12,8 +12,9 @@ from torch import Tensor
 from loka_compile.errors import ProbeError
 from loka_compile.gemm import Gemm, Role
 from loka_compile.probe.errors import Interval
+from loka_compile.probe.gate import score
 from loka_compile.probe.reservoir import draw_rows
-from loka_compile.probe.runs import Operand, Pair, Runs
+from loka_compile.probe.runs import Candidate, Operand, Pair, Runs
 from loka_compile.probe.samples import cut
 from loka_compile.probe.taps import CallCounter
 
@@ -111,10 +112,16 @@ def live_error(rows: Rows, gemm: Gemm, provider_name: str, recipe_name: str) -> 
     if not pairs:
         return None
     real = rows.weight.is_cuda and provider.supported(recipe, "cuda") is None
+    candidate = Candidate(provider, recipe, real)
+    runs = Runs(gemm, {pair.a.base.shape[0] for pair in pairs}, get_provider("emulated"))
     try:
-        return Runs(gemm, pairs, get_provider("emulated")).errors(provider, recipe, real=real)[1]
+        for pair in pairs:
+            runs.add(pair, [candidate])
     except Exception as error:
         raise ProbeError(f"{gemm}: {provider_name}:{recipe_name} failed on live rows: {error}") from error
+    if candidate.name in runs.failed:
+        raise ProbeError(f"{gemm}: {runs.failed[candidate.name]} on live rows")
+    return score(runs.batches(candidate), gemm.role).gate
 
 
 def _pairs(rows: Rows, gemm: Gemm) -> list[Pair]:

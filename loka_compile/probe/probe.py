@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from loka_compile.errors import ProbeError, StaleTableError
 from loka_compile.probe import taps as tapping
+from loka_compile.probe.gate import Effort
 from loka_compile.probe.intake import Intake, rank, world_size
 from loka_compile.probe.ranks import merge_across_ranks
 from loka_compile.probe.site_stats import Stats, StatsOptions
@@ -189,8 +190,10 @@ class Probe:
         *,
         target: str | None = None,
         pairs: int = 100,
+        cap: int = 400,
+        width: float = 0.02,
         rows: int = 128,
-        raw: bool = False,
+        operands: str = "both",
         progress: Callable[[str], None] | None = None,
     ) -> Table:
         """Error and cost of every candidate kernel on operands like those that were seen.
@@ -198,15 +201,23 @@ class Probe:
         Args:
             providers: names or instances; None is every registered one.
             target: whose cost table gives the speeds; None measures errors only.
-            pairs: input/weight pairs per site.
+            pairs: input/weight pairs drawn per GEMM at least.
+            cap: pairs at most.
+            width: pairs are drawn until the 95 % interval of the gate's metric is narrower than this part of it.
             rows: rows of one pair.
-            raw: use the reservoirs' raw rows instead of draws from the learnt distributions.
+            operands: "drawn" from the learnt distributions, the "raw" rows that were kept, or "both": the worse counts.
             progress: called with each site's name when it is done.
-        """
-        from loka_compile.probe.quantify import quantify
 
-        samples = {site: s.raw() if raw else s.drawn(pairs, rows) for site, s in self.stats.items()}
-        return quantify(samples, target=target, providers=providers, max_pairs=pairs, max_rows=rows, progress=progress)
+        Raises:
+            ProbeError: an argument is out of range, or a site was never seen.
+            UnknownNameError: there is no such provider or target.
+        """
+        from loka_compile.probe.quantify import quantify_stats
+
+        return quantify_stats(
+            self.stats, providers, target=target, effort=Effort(pairs, cap, width, rows), operands=operands,
+            progress=progress,
+        )  # fmt: skip
 
     # The clock.
 

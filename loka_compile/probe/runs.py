@@ -1,9 +1,11 @@
-"""Runs candidates on the operand pairs of one GEMM and measures them against fp64."""
+"""Runs candidates on operand pairs of one GEMM, pair by pair, and measures them against fp64."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
-from loka_compile.probe.errors import Errors, Interval, Reference, pool
+from loka_compile.probe.errors import Errors, Reference
 
 if TYPE_CHECKING:
     from loka_compile.lowering.providers.base import Provider, Quantized
@@ -42,60 +44,110 @@ class Pair:
     rows: int | None = None
 
 
-class KernelFailed(Exception):
-    """A provider that says it works here raised."""
+@dataclass(frozen=True)
+class Candidate:
+    """A provider's kernel of one recipe."""
+
+    provider: Provider
+    recipe: Recipe
+    #: Run the provider's own code; else the emulation of its scalings.
+    real: bool
+
+    @property
+    def name(self) -> str:
+        """As in plans."""
+        return f"{self.provider.name}:{self.recipe.name}"
 
 
 class Runs:
-    """Results of candidates on the pairs of one GEMM. Quantised operands and emulated results are shared."""
+    """What the candidates of one GEMM measured on one kind of operands.
 
-    def __init__(self, gemm: Gemm, pairs: list[Pair], emulated: Provider) -> None:
-        """Take the pairs; nothing runs yet."""
-        self.gemm, self.pairs, self.emulated = gemm, pairs, emulated
-        self._references: list[Reference] = []
-        self._quantized: dict[tuple[object, ...], Quantized] = {}
-        self._emulated: dict[tuple[object, ...], tuple[Errors, Interval]] = {}
+    Args:
+        gemm: with the real batch.
+        rows: the numbers of rows that pairs have. A kernel that refuses one of them is emulated on all pairs.
+        emulated: the provider that emulates.
+    """
 
-    def errors(self, provider: Provider, recipe: Recipe, real: bool) -> tuple[Errors, Interval, str]:
-        """Pooled errors, the interval of the gate's metric, and what ran.
+    def __init__(self, gemm: Gemm, rows: Collection[int], emulated: Provider) -> None:
+        """Nothing runs yet."""
+        self.gemm, self.rows, self.emulated = gemm, rows, emulated
+        #: Why a candidate that should work on this GPU raised, by its name.
+        self.failed: dict[str, str] = {}
+        self._found: dict[tuple[object, ...], list[Errors]] = {}
+        self._not_here: set[str] = set()
+        self._refusals: dict[str, bool] = {}
 
-        Raises:
-            KernelFailed: a kernel that should work on this GPU raised.
-        """
-        if real and provider is not self.emulated and not self._refuses_samples(provider, recipe):
+    def add(self, pair: Pair, candidates: Iterable[Candidate]) -> None:
+        """Measure candidates on one more pair. Those that share scalings share quantised operands and emulation."""
+        trial = _Trial(pair)
+        for candidate in candidates:
+            if candidate.name in self.failed:
+                continue
+            key = self._key(candidate)
+            if key in trial.done:
+                continue
             try:
-                return *self._measure(provider, recipe), "real kernel"
+                errors = trial.measure(candidate.provider if key[0] == "real" else self.emulated, candidate.recipe)
             except Exception as error:
-                if self.pairs[0].a.base.is_cuda:
-                    raise KernelFailed(f"{provider.name}:{recipe.name} failed: {error}") from error
+                if key[0] != "real":
+                    raise
+                if pair.a.base.is_cuda:
+                    self.failed[candidate.name] = f"{candidate.name} failed: {error}"
+                    logger.warning("%s: %s", self.gemm, self.failed[candidate.name])
+                    continue
                 # The CPU is where kernels of a GPU are planned for, not where they run.
-                logger.info("%s:%s cannot run on the CPU (%s); emulated", provider.name, recipe.name, error)
-        key = (recipe.a, recipe.b, recipe.a_dtype, recipe.b_dtype)
-        if key not in self._emulated:
-            self._emulated[key] = self._measure(self.emulated, recipe)
-        return *self._emulated[key], "emulated"
+                logger.info("%s cannot run on the CPU (%s); emulated", candidate.name, error)
+                self._not_here.add(candidate.name)
+                self._found.pop(key, None)
+                key = self._key(candidate)
+                if key in trial.done:
+                    continue
+                errors = trial.measure(self.emulated, candidate.recipe)
+            trial.done.add(key)
+            self._found.setdefault(key, []).append(errors)
 
-    def _refuses_samples(self, provider: Provider, recipe: Recipe) -> bool:
+    def batches(self, candidate: Candidate) -> list[Errors]:
+        """The measures on every pair so far; none if it failed."""
+        return [] if candidate.name in self.failed else self._found.get(self._key(candidate), [])
+
+    def source(self, candidate: Candidate) -> str:
+        """What ran: "real kernel" or "emulated"."""
+        return "real kernel" if self._key(candidate)[0] == "real" else "emulated"
+
+    def _key(self, candidate: Candidate) -> tuple[object, ...]:
+        provider, recipe = candidate.provider, candidate.recipe
+        real = candidate.real and provider is not self.emulated and candidate.name not in self._not_here
+        if real and not self._refuses(candidate):
+            return "real", candidate.name
+        return "emulated", recipe.a, recipe.b, recipe.a_dtype, recipe.b_dtype
+
+    def _refuses(self, candidate: Candidate) -> bool:
         """Whether the sampled rows, unlike the real batch, make a shape that the kernel cannot take."""
-        for pair in self.pairs:
-            rows = pair.a.base.shape[0]
-            if self.gemm.role is Role.GRAD_WEIGHT:
-                small = dataclasses.replace(self.gemm, k=rows, dynamic="")
-            else:
-                small = dataclasses.replace(self.gemm, m=rows, dynamic="")
-            if provider.refuses_shape(small, recipe):
-                return True
-        return False
+        if candidate.name not in self._refusals:
+            letter = "k" if self.gemm.role is Role.GRAD_WEIGHT else "m"
+            small = [dataclasses.replace(self.gemm, dynamic="", **{letter: rows}) for rows in self.rows]  # type: ignore[arg-type]
+            refused = any(candidate.provider.refuses_shape(gemm, candidate.recipe) is not None for gemm in small)
+            self._refusals[candidate.name] = refused
+        return self._refusals[candidate.name]
 
-    def _measure(self, provider: Provider, recipe: Recipe) -> tuple[Errors, Interval]:
-        if not self._references:
-            self._references = [Reference(p.a.exact()[: p.rows] @ p.b.exact().t()) for p in self.pairs]
-        found = []
-        for pair, reference in zip(self.pairs, self._references, strict=True):
-            a = self._quantize(provider, pair.a, recipe.a, recipe.a_dtype)
-            b = self._quantize(provider, pair.b, recipe.b, recipe.b_dtype)
-            found.append(reference.measure(provider.compute(a, b, recipe, pair.a.base.dtype)[: pair.rows]))
-        return pool(found)
+
+class _Trial:
+    """One pair, its reference, and what was quantised of it."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.done: set[tuple[object, ...]] = set()
+        self._quantized: dict[tuple[object, ...], Quantized] = {}
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        return Reference(self.pair.a.exact()[: self.pair.rows] @ self.pair.b.exact().t())
+
+    def measure(self, provider: Provider, recipe: Recipe) -> Errors:
+        pair = self.pair
+        a = self._quantize(provider, pair.a, recipe.a, recipe.a_dtype)
+        b = self._quantize(provider, pair.b, recipe.b, recipe.b_dtype)
+        return self.reference.measure(provider.compute(a, b, recipe, pair.a.base.dtype)[: pair.rows])
 
     def _quantize(self, provider: Provider, operand: Operand, scaling: Scaling, dtype: str) -> Quantized:
         # The quantiser is shared unless a provider brings its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,10 @@ from loka_compile.gemm import Gemm, Role
 
 #: A contraction over rows (grad_weight) is cut to a multiple of this where it can be, as FP8 kernels want it.
 ALIGN = 16
+
+
+#: Input, weight and output gradient (None where there is none).
+Draw = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,9 @@ class SiteSamples:
     same: Mapping[str, str] = field(default_factory=dict)
     #: What a fused kernel of the target would quantise: "weight", "grad_output", "input" (for grad_weight).
     fused: Collection[str] = ()
+    #: Operands drawn from learnt distributions, without end, for a number of rows: x [rows, K], W [N, K] and dy
+    #: [rows, N] (or None) each time. None: no distribution was learnt.
+    draws: Callable[[int], Iterator[Draw]] | None = None
 
     @property
     def weights(self) -> list[Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,13 @@ from loka_compile.probe.activations import ActivationTracker
 from loka_compile.probe.norms import NormSeries
 from loka_compile.probe.numerics import plain_math
 from loka_compile.probe.reservoir import ROWS, Reservoir
-from loka_compile.probe.samples import SiteSamples
+from loka_compile.probe.samples import Draw, SiteSamples
 from loka_compile.probe.sampling import Sample, SiteSampler, draw
 from loka_compile.probe.structured import FULL_LIMIT
 from loka_compile.probe.tails import Moments, TailSketch, sketches_available
 from loka_compile.probe.weights import MOMENTUM, WeightTracker
 
-#: All weights drawn for one site together.
+#: Weights drawn for one site, 100 of them together. Drawing costs as much as a product of the weight's size.
 WEIGHT_BYTES = 1 << 30
 
 
@@ -219,19 +221,23 @@ class SiteStats:
         """``n`` draws from the learnt distributions, ``batch`` rows each (see :mod:`loka_compile.probe.sampling`)."""
         return draw(self, n, batch, seed=seed)
 
-    def drawn(self, pairs: int, rows: int, *, seed: int = 0) -> SiteSamples:
-        """Draws from the learnt distributions, as input for ``quantify``: ``pairs`` batches of ``rows`` rows.
+    def samples(self, *, seed: int = 0) -> SiteSamples:
+        """The raw rows, and draws from the learnt distributions without end, as input for ``quantify``.
 
-        A weight so large that ``pairs`` of them would take more than WEIGHT_BYTES is drawn less often.
+        Of a weight so large that 100 would take more than WEIGHT_BYTES, some pairs in a row share a draw.
         """
-        sampler = SiteSampler(self, seed=seed)
-        fitting = WEIGHT_BYTES // (4 * self.in_features * self.out_features)
-        weights = [sampler.weight() for _ in range(max(1, min(pairs, fitting)))]
-        drawn = [sampler.rows(rows) for _ in range(pairs)]
-        inputs, grads = [x for x, _ in drawn], [dy for _, dy in drawn if dy is not None]
-        return SiteSamples(
-            inputs=inputs, weight=weights, grad_outputs=grads, dtype=self.dtype, batch=self.batch, roles=self._roles()
-        )
+        raw = self.raw()
+        together = -(-100 * 4 * self.in_features * self.out_features // WEIGHT_BYTES)
+
+        def draws(rows: int) -> Iterator[Draw]:
+            sampler = SiteSampler(self, seed=seed)
+            for number in itertools.count():
+                if number % together == 0:
+                    weight = sampler.weight()
+                x, grad = sampler.rows(rows)
+                yield x, weight, grad
+
+        return dataclasses.replace(raw, draws=draws)
 
     def raw(self) -> SiteSamples:
         """The reservoir's raw rows beside the mean weight, as input for ``quantify``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -292,11 +293,20 @@ def test_quantify_makes_a_table_of_what_was_seen() -> None:
     model = net()
     with probe(model, every=1, budget=None) as p:
         train(model, 3)
-    for raw in (False, True):
-        table = p.quantify(["emulated"], pairs=2, rows=16, raw=raw)
+    for operands in ("both", "drawn", "raw"):
+        table = p.quantify(["emulated"], pairs=2, cap=2, rows=16, operands=operands)
         assert {row.site for row in table.rows} == set(SITES)
         assert {row.role for row in table.rows} == {"forward", "grad_input", "grad_weight"}
-        assert any(row.mere > 0 for row in table.rows if row.provider == "emulated")
+        measured = [row for row in table.rows if row.mere == row.mere]
+        assert any(row.mere > 0 for row in measured if row.provider == "emulated")
+        for row in measured:
+            known = (not math.isnan(row.mere_drawn), not math.isnan(row.mere_raw))
+            assert known == {"both": (True, True), "drawn": (True, False), "raw": (False, True)}[operands]
+            assert row.mere == max(m for m in (row.mere_drawn, row.mere_raw) if m == m)
+    with pytest.raises(ProbeError, match="operands is 'cooked'"):
+        p.quantify(["emulated"], operands="cooked")
+    with pytest.raises(ProbeError, match="pairs"):
+        p.quantify(["emulated"], pairs=0)
 
 
 def test_the_report_says_what_it_cost() -> None:

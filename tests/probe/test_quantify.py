@@ -64,8 +64,9 @@ def quantised(x, axis):
     return e4m3(x / scale) * scale
 
 
-def floored(out, ref):
-    return np.mean(np.abs(out - ref) / np.maximum(np.abs(ref), 0.05 * np.sqrt(np.mean(ref**2))))
+def floored(out, ref, axis=None):
+    floor = 0.05 * np.sqrt(np.mean(ref**2, axis=axis, keepdims=axis is not None))
+    return np.mean(np.abs(out - ref) / np.maximum(np.abs(ref), floor))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -75,11 +76,16 @@ def test_error_is_that_of_a_numpy_fp8_product(role, recipe):
     x, w, dy = (np.asarray(t, dtype=np.float64) for t in (seen.inputs[0], seen.weight, seen.grad_outputs[0]))
     a, b = {"forward": (x, w), "grad_input": (dy, w.T), "grad_weight": (dy.T, x.T)}[role]
     axis = None if recipe == "tensorwise" else 1
-    expected = floored(quantised(a, axis) @ quantised(b, axis).T, a @ b.T)
+    out, ref = quantised(a, axis) @ quantised(b, axis).T, a @ b.T
+    whole, by_row = floored(out, ref), floored(out, ref, 1)
     table = quantify({"a#0": seen}, target="h200", providers=["torch"], max_pairs=1)
     row = one(table, role=role, recipe=recipe)
     # fp32 products and, on the border between two FP8 numbers, fp32 scales: nothing more may differ.
-    assert row.mere == pytest.approx(expected, rel=2e-3)
+    assert row.mere_floored == pytest.approx(whole, rel=2e-3)
+    assert row.mere_by_row == pytest.approx(by_row, rel=2e-3)
+    gate = whole if role == "grad_weight" else max(whole, by_row)
+    assert row.mere == row.mere_raw == pytest.approx(gate, rel=2e-3)
+    assert math.isnan(row.mere_drawn)
     assert row.samples == 1
     assert row.error_source == "emulated"
 
@@ -118,14 +124,25 @@ def test_a_feature_with_outliers_hurts_coarse_scales_most():
     assert blockwise.mere < 0.7 * rowwise.mere  # one block of four is lost, not the row
 
 
-def test_sample_with_a_huge_row_shows_in_the_row_measure_alone():
+def test_a_huge_row_does_not_hide_from_the_gate_that_all_others_are_lost():
     seen = samples(128, 256, grad_outputs=[], roles=["forward"], calls=1, rows=64)
     seen.inputs[0][3] *= 1e6
     table = quantify({"a#0": seen}, target="h200", providers=["torch"], max_pairs=1)
     row = one(table, recipe="tensorwise")
-    assert row.mere < 0.05
-    assert row.mere_by_row > 0.9
-    assert one(table, recipe="rowwise").mere_by_row < 0.11
+    assert row.mere_floored < 0.05
+    assert row.mere == row.mere_by_row > 0.9
+    assert one(table, recipe="rowwise").mere < 0.11
+    plan = make_plan(table, min_speedup=0.01)
+    assert plan.lookup("a#0", "forward").recipe.startswith("rowwise")
+    # The rows of grad_weight are no samples: a weight of which one row's gradient is huge is stepped as a whole.
+    seen = samples(128, 256, calls=1, rows=64)
+    seen.grad_outputs[0][:, 3] *= 1e6
+    row = one(
+        quantify({"a#0": seen}, target="h200", providers=["torch"], max_pairs=1),
+        role="grad_weight",
+        recipe="tensorwise",
+    )
+    assert row.mere == row.mere_floored < 0.05 < row.mere_by_row
 
 
 def test_rows_kept_for_their_magnitude_do_not_enter_the_mean():

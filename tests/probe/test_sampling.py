@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -94,17 +95,25 @@ def test_quantify_gets_matrices_that_belong_together() -> None:
     g = torch.Generator().manual_seed(0)
     x, dy = torch.randn(40, 6, generator=g).bfloat16(), torch.randn(40, 3, generator=g).bfloat16()
     site = site_with(x, torch.randn(3, 6, generator=g), dy)
-    drawn, raw = site.drawn(5, 16), site.raw()
-    for samples in (drawn, raw):
+    both, raw = site.samples(), site.raw()
+    for samples in (both, raw):
         samples.check(site.site)
         assert (samples.dtype, samples.batch) == ("bfloat16", 40)
-    assert (len(drawn.inputs), len(drawn.grad_outputs), len(drawn.weights)) == (5, 5, 5)
+    assert raw.draws is None
+    assert both.draws is not None
+    drawn = list(itertools.islice(both.draws(16), 5))
+    assert [(x.shape, w.shape, d.shape) for x, w, d in drawn if d is not None] == [((16, 6), (3, 6), (16, 3))] * 5
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[3][0], list(itertools.islice(both.draws(16), 5))[3][0])
     seen = {tuple(a.tolist()): tuple(b.tolist()) for a, b in zip(x, dy, strict=True)}
     assert {
         tuple(a.tolist()): tuple(b.tolist()) for a, b in zip(raw.inputs[0], raw.grad_outputs[0], strict=True)
     } == seen
     forward_only = site_with(x, torch.randn(3, 6, generator=g))
-    assert tuple(forward_only.drawn(2, 4).roles) == ("forward",)
+    only = forward_only.samples()
+    assert tuple(only.roles) == ("forward",)
+    assert only.draws is not None
+    assert next(only.draws(4))[2] is None
     assert len(forward_only.raw().inputs[0]) == 40
 
 
