@@ -105,7 +105,8 @@ def test_plan_show_from_a_table_with_other_thresholds(files):
 def test_plan_explain(files):
     text = loka("plan", "explain", "over.mlp.2#0", "--plan", files / "p.json")
     assert "over.mlp.2#0 forward: torch:rowwise" in text
-    assert next(line.split()[-1] for line in text.splitlines() if "torch:rowwise " in line) == "chosen"
+    line = next(line for line in text.splitlines() if "torch:rowwise " in line)
+    assert line.split()[-4:] == ["chosen", "a", "[faulty]", "kernel?"]  # the table's remark goes with it
     assert "error 0.3 > 0.2" in text
     assert "K must be a multiple of 128" in text
     assert "over.mlp.2#0 grad_weight: high_precision:native" in text
