@@ -201,7 +201,7 @@ def test_combinations_and_the_prediction_are_shown(tmp_path):
     assert "weight quantised once with forward" in text
     assert "14.0 us in the plan, 17.0 us in high precision" in text
     line = next(line for line in text.splitlines() if line.startswith("torch:rowwise"))
-    assert line.split() == ["torch:rowwise", "0.0955", "0.94", "chosen"]
+    assert line.split()[:4] == ["torch:rowwise", "0.0955", "0.94", "chosen"]
 
 
 def test_limits_of_some_sites(files):
