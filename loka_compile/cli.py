@@ -1,4 +1,4 @@
-"""The command ``loka``: look at tables and plans, measure kernels. No torch import."""
+"""The command ``loka``: look at tables and plans, measure kernels, probe a training. No torch import."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from loka_compile import plan as plans
 from loka_compile.bench.command import bench
 from loka_compile.errors import CorruptFileError, LokaError
 from loka_compile.plan import Decision, Plan, make_plan
+from loka_compile.probe.command import make, probe
 from loka_compile.table import Header, Measurement, Table
 from loka_compile.thresholds import as_mapping, parse_per_site
 
@@ -28,6 +29,8 @@ plan_app = typer.Typer(help="Plans: which kernel every GEMM gets, and why.", no_
 app.add_typer(table_app, name="table")
 app.add_typer(plan_app, name="plan")
 app.command("bench")(bench)
+app.command("probe")(probe)
+table_app.command("make")(make)
 
 File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A table file.")]
 PlanFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A plan file, or a table to plan from.")]
