@@ -144,6 +144,7 @@ class Ops:
     @staticmethod
     def f8f8bf16_groupwise(x, w, x_scale, w_scale):
         m, k, n = Ops._take(x, w, x_scale, w_scale)
+        assert m % 4 == 0  # else an illegal instruction (seen with mslk-cuda 1.1.0 on an H200)
         assert x_scale.shape == (k // 128, m)
         assert w_scale.shape == (k // 128, n // 128)
         left = x.float() * x_scale.t().repeat_interleave(128, 1)

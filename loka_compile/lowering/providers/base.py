@@ -200,6 +200,11 @@ def _pad(x: Tensor, rows: int, contraction: int, transposed: bool) -> Tensor:
     return torch.nn.functional.pad(x, (0, right, 0, below))
 
 
+def more_rows(x: Tensor, count: int) -> Tensor:
+    """An FP8 operand [rows, k] with ``count`` rows of zeros below, contiguous."""
+    return torch.nn.functional.pad(x.view(torch.uint8), (0, 0, 0, count)).view(x.dtype)
+
+
 def default_device() -> str:
     """Where kernels run when nobody says: "cuda" if there is one, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"

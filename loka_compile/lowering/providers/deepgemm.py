@@ -18,13 +18,18 @@ from torch import Tensor
 
 from loka_compile.errors import LoweringError
 from loka_compile.gemm import BLOCKWISE, BLOCKWISE_1X128, Gemm, Recipe, Role, Scaling
-from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, multiple_of
+from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, import_reason, more_rows, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
 from loka_compile.lowering.quantize import packed
 
 
 #: Kernel, m, n, k of every call so far: their kernels are compiled and loaded.
 CALLED: set[tuple[str, int, int, int]] = set()
+
+
+#: Up to so many rows the library picks a tile for its 1d1d kernel that does not compile (0.1.5: BLOCK_M of 16 or 32,
+#: where WGMMA needs 64).
+_SMALL_M = 32
 
 
 class DeepGemm(Provider):
@@ -117,14 +122,18 @@ def launch_deepgemm_1d1d(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor)
         [m, n] fp32.
     """
     (m, k), n = a.shape, b.shape[0]
+    rows = m
+    if 0 < m <= _SMALL_M:
+        rows = 64
+        a, a_scale = more_rows(a, rows - m), torch.nn.functional.pad(a_scale, (0, rows - a_scale.shape[1]))
     # The kernel adds to its result and needs it given; for an empty k the zeros stand.
-    out = a.new_zeros((m, n), dtype=torch.float32)
+    out = a.new_zeros((rows, n), dtype=torch.float32)
     if out.numel() and k:
-        _may_compile("1d1d", m, n, k)
+        _may_compile("1d1d", rows, n, k)
         importlib.import_module("deep_gemm").fp8_gemm_nt(
-            (a, a_scale.t()[:m]), (b, b_scale.t()[:n]), out, c=out, recipe=(1, 1, 128)
+            (a, a_scale.t()[:rows]), (b, b_scale.t()[:n]), out, c=out, recipe=(1, 1, 128)
         )
-    return out
+    return out[:m]
 
 
 deepgemm_1d2d = torch.library.custom_op(

@@ -24,6 +24,7 @@ from loka_compile.lowering.providers.base import (
     Quantized,
     gpu_reason,
     import_reason,
+    more_rows,
     multiple_of,
 )
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
@@ -89,8 +90,13 @@ def launch_groupwise_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor
         # The kernel checks nothing; a wrong scale would be read out of bounds.
         if scale.dtype != torch.float32 or tuple(scale.shape) != shape or not scale.is_contiguous():
             raise ValueError(f"scale {tuple(scale.shape)} {scale.dtype} must be contiguous fp32 of shape {shape}")
+    # The kernel loads a row of A's scales by TMA, which wants it to be a multiple of 16 bytes; with another m it does
+    # not fail but executes an illegal instruction, after which the process can no longer use the GPU.
+    extra = -m % 4
+    if extra:
+        a, a_scale = more_rows(a, extra), torch.nn.functional.pad(a_scale, (0, extra))
     out: Tensor = _op("f8f8bf16_groupwise")(a, b, a_scale, b_scale)
-    return out
+    return out[:m]
 
 
 groupwise_gemm = torch.library.custom_op(
