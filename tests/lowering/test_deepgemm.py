@@ -149,12 +149,12 @@ def test_no_first_call_during_a_capture(pretended, monkeypatch, recipe):
     monkeypatch.setattr(deepgemm, "CALLED", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    a, b = torch.randn(16, 128, dtype=torch.bfloat16), torch.randn(8, 128, dtype=torch.bfloat16)
+    a, b = torch.randn(48, 128, dtype=torch.bfloat16), torch.randn(8, 128, dtype=torch.bfloat16)
 
     def call():
         return PROVIDER.gemm(a, False, b, False, recipe, torch.bfloat16)
 
-    with pytest.raises(LoweringError, match="16x8x128.*call the model once"):
+    with pytest.raises(LoweringError, match="48x8x128.*call the model once"):
         call()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     expected = call()
