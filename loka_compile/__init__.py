@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loka_compile.backend import loka
     from loka_compile.config import LokaConfig
     from loka_compile.explain import explain
+    from loka_compile.frozen import thaw
     from loka_compile.guard import Guard, guard
     from loka_compile.loss import loss_of_plan, loss_sensitivity, plan_by_loss
     from loka_compile.mods_warning import ModsWarning
@@ -53,6 +54,7 @@ _HOME = {
     "plan_by_loss": "loss",
     "register_pass": "passes.registry",
     "reports": "report",
+    "thaw": "frozen",
     "unregister_pass": "passes.registry",
 }
 
@@ -82,6 +84,7 @@ __all__ = [
     "probe",
     "register_pass",
     "reports",
+    "thaw",
     "unregister_pass",
 ]
 

@@ -14,7 +14,19 @@ PACKAGE = ROOT / "loka_compile"
 READS_ENVIRONMENT = {"store.py"}  # LOKA_CACHE_DIR: where tables are cached between runs
 
 #: Modules that put the rooms together; no room may know them.
-SPINE = {"apply_mods", "auto", "backend", "cli", "compile_fx", "explain", "guard", "guard_plan", "planning", "put_back"}
+SPINE = {
+    "apply_mods",
+    "auto",
+    "backend",
+    "cli",
+    "compile_fx",
+    "explain",
+    "frozen",
+    "guard",
+    "guard_plan",
+    "planning",
+    "put_back",
+}
 
 
 def modules(under: str = "") -> list[Path]:
