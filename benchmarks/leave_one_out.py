@@ -21,6 +21,7 @@ from rich.progress import track
 from rich.table import Table as Grid
 
 from benchmarks._console import console
+from loka_compile.cost_file import GemmKey
 from loka_compile.cost_surface import MIN_POINTS, Shape, Surface
 from loka_compile.costs import CostTable
 from loka_compile.gemm import Gemm, Role
@@ -64,15 +65,18 @@ def _quantiles(values: Sequence[float], suffix: str) -> dict[str, float | int]:
 
 
 def speedups(
-    costs: CostTable, predicted: Mapping[tuple[str, ...], Mapping[Shape, tuple[float, bool]]], threshold: float
+    costs: CostTable, predicted: Mapping[GemmKey, Mapping[Shape, tuple[float, bool]]], threshold: float
 ) -> dict[str, Any]:
     """Predicted against measured speed-ups, quantisation included, where a comparable shape remains."""
     off, taken, wrong, missed, worst = [], 0, [], 0, 1.0
-    for (provider, recipe, _, dtype), own in predicted.items():
+    for (provider, recipe, _, dtype, _), own in predicted.items():
         if (provider, recipe) == BASELINE:
             continue
         for role in Role:
-            native = predicted.get((*BASELINE, role.value, dtype), {})
+            native = {
+                shape: value for odd in (False, True)
+                for shape, value in predicted.get((*BASELINE, role.value, dtype, odd), {}).items()
+            }  # fmt: skip
             for shape in own.keys() & native.keys():
                 gemm = Gemm("", role, *shape, dtype=dtype)
                 latency = costs.latency(gemm, provider, recipe)
@@ -107,7 +111,7 @@ def main(
     result: dict[str, Any] = {
         **table.meta,
         "surfaces": {" ".join(map(str, key)): errors(surfaces[key], own) for key, own in predicted.items()},
-        "speed-ups": speedups(table, {key: own for key, own in predicted.items() if len(key) == 4}, threshold),
+        "speed-ups": speedups(table, {key: own for key, own in predicted.items() if key in table.gemms}, threshold),
     }
     every = [
         abs(time / surfaces[key].points[shape] - 1)

@@ -30,10 +30,23 @@ COLUMNS = (
 )  # fmt: skip
 
 K = TypeVar("K")
-#: Provider, recipe, role ("" for kernels: they know none), dtype.
-GemmKey = tuple[str, str, str, str]
-#: Scaling, whether the operand is the transpose of what is stored, dtype.
-QuantizeKey = tuple[Scaling, bool, str]
+#: Provider, recipe, role ("" for kernels: they know none), dtype, whether :func:`odd_gemm`.
+GemmKey = tuple[str, str, str, str, bool]
+#: Scaling, whether the operand is the transpose of what is stored, dtype, whether :func:`odd_operand`.
+QuantizeKey = tuple[Scaling, bool, str, bool]
+
+
+def odd_gemm(role: str, m: int, n: int, k: int, dtype: str) -> bool:
+    """Whether a row of an operand or of the result does not start at 16 bytes: high precision is much slower then."""
+    step = 16 // (4 if dtype == "float32" else 2)
+    rows = (m, n) if role == Role.GRAD_WEIGHT.value else (k, n)
+    return any(size % step for size in rows)
+
+
+def odd_operand(scaling: Scaling, rows: int, contraction: int) -> bool:
+    """Whether blocks do not fit: a quantiser takes more than one pass then."""
+    sizes = {Scaling.BLOCK_1X128: (contraction,), Scaling.BLOCK_128X128: (rows, contraction)}.get(scaling, ())
+    return any(size % 128 for size in sizes)
 
 
 def parse(text: str, target: str) -> tuple[Points, dict[str, str]]:
@@ -81,17 +94,20 @@ class Points:
             name: _microseconds(line[name], f"{where}, column {name!r}")
             for name in ("quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us")
         }
+        odd = odd_gemm(role, m, n, k, dtype)
         if time["gemm_us"] is not None:
             candidate = (line["provider"], recipe.name)
-            of = role if candidate == BASELINE else ""
-            self._put(self.gemm, (*candidate, of, dtype), (m, n, k), time["gemm_us"])
+            of = (role, dtype, odd) if candidate == BASELINE else ("", dtype, False)
+            self._put(self.gemm, (*candidate, *of), (m, n, k), time["gemm_us"])
         if time["baseline_us"] is not None:
-            self._put(self.gemm, (*BASELINE, role, dtype), (m, n, k), time["baseline_us"])
+            self._put(self.gemm, (*BASELINE, role, dtype, odd), (m, n, k), time["baseline_us"])
         turned_a, turned_b = role == Role.GRAD_WEIGHT.value, role != Role.FORWARD.value
-        if time["quantize_a_us"] is not None:
-            self._put(self.quantize, (recipe.a, turned_a, dtype), (k, m) if turned_a else (m, k), time["quantize_a_us"])
-        if time["quantize_b_us"] is not None:
-            self._put(self.quantize, (recipe.b, turned_b, dtype), (k, n) if turned_b else (n, k), time["quantize_b_us"])
+        for rows, scaling, turned, us in (
+            (m, recipe.a, turned_a, time["quantize_a_us"]), (n, recipe.b, turned_b, time["quantize_b_us"])
+        ):  # fmt: skip
+            if us is not None:
+                kind = (scaling, turned, dtype, odd_operand(scaling, rows, k))
+                self._put(self.quantize, kind, (k, rows) if turned else (rows, k), us)
 
     @staticmethod
     def _put(into: dict[Any, dict[Shape, list[float]]], key: Any, shape: Shape, time: float) -> None:

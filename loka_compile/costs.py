@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import itertools
 import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka_compile.cost_file import RECIPES, GemmKey, Points, QuantizeKey, parse
+from loka_compile.cost_file import RECIPES, GemmKey, Points, QuantizeKey, odd_gemm, odd_operand, parse
 from loka_compile.cost_surface import Shape, Surface
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
@@ -218,9 +219,12 @@ class CostTable:
         shape = (gemm.m, gemm.n, gemm.k)
         baseline = (provider, recipe) == BASELINE
         found: tuple[float | None, bool, bool] = (None, False, False)
-        for role in (gemm.role.value, Role.FORWARD.value) if baseline else ("",):
-            for stored in dict.fromkeys((dtype, "bfloat16")):
-                surface = self.gemms.get((provider, recipe, role, stored))
+        odd = baseline and odd_gemm(gemm.role.value, *shape, dtype)
+        roles = dict.fromkeys((gemm.role.value, Role.FORWARD.value)) if baseline else ("",)
+        stores = dict.fromkeys((dtype, "bfloat16"))
+        for rows in dict.fromkeys((odd, False)):
+            for role, stored in itertools.product(roles, stores):
+                surface = self.gemms.get((provider, recipe, role, stored, rows))
                 time = None if surface is None else surface(shape)
                 if surface is None or time is None:
                     continue
@@ -268,22 +272,24 @@ class CostTable:
         dtype = _ALIKE.get(gemm.dtype, gemm.dtype)
         shape = (contraction, rows) if transposed else (rows, contraction)
         free = bound is not None and scaling is Scaling.TENSORWISE
-        for stored in dict.fromkeys((dtype, "bfloat16")):
-            for turned in dict.fromkeys((transposed, False)):
-                surface = self.quantizers.get((scaling, turned, stored))
-                time = None if surface is None else surface(shape)
-                if surface is None or time is None:
-                    continue
-                launch, per_million = (0.0, 0.0) if surface.coefficients is None else surface.coefficients.tolist()
-                read_write = _quantize_bytes(scaling, stored)
-                megabyte = max(per_million / read_write, self._per_megabyte)
-                elements = max(1, rows) * max(1, contraction) * _MEGA
-                if free:
-                    return launch + megabyte * 2 * elements if transposed else 0.0
-                time += megabyte * (_quantize_bytes(scaling, dtype) - read_write) * elements
-                if transposed and not turned:
-                    time += megabyte * 2 * elements
-                return time
+        odd = odd_operand(scaling, rows, contraction)
+        for stored, turned, ragged in itertools.product(
+            dict.fromkeys((dtype, "bfloat16")), dict.fromkeys((transposed, False)), dict.fromkeys((odd, False))
+        ):
+            surface = self.quantizers.get((scaling, turned, stored, ragged))
+            time = None if surface is None else surface(shape)
+            if surface is None or time is None:
+                continue
+            launch, per_million = (0.0, 0.0) if surface.coefficients is None else surface.coefficients.tolist()
+            read_write = _quantize_bytes(scaling, stored)
+            megabyte = max(per_million / read_write, self._per_megabyte)
+            elements = max(1, rows) * max(1, contraction) * _MEGA
+            if free:
+                return launch + megabyte * 2 * elements if transposed else 0.0
+            time += megabyte * (_quantize_bytes(scaling, dtype) - read_write) * elements
+            if transposed and not turned:
+                time += megabyte * 2 * elements
+            return time
         return None
 
 

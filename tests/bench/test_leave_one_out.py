@@ -28,7 +28,7 @@ def write(path, kernel):
 def test_data_that_follow_the_model_are_predicted(tmp_path):
     leave_one_out.main(write(tmp_path / "t.csv", lambda *s: baseline(*s) / 2), tmp_path / "o.json")
     result = json.loads((tmp_path / "o.json").read_text())
-    row = result["surfaces"]["torch rowwise  bfloat16"]
+    row = result["surfaces"]["torch rowwise  bfloat16 False"]
     assert row["points"] == row["count"] == 64
     assert row["median"] < 0.01
     assert result["speed-ups"]["slower than bf16 in truth"] == 0
