@@ -8,6 +8,8 @@ out=${1:?usage: benchmarks/h200_table.sh OUT [SECONDS [TORCHAO]]}
 limit=${2:-320}
 torchao=${3:-0}
 export PYTHONWARNINGS=ignore
+# Libraries that compile at their first call need more time for that, and a run of their own.
+providers=${PROVIDERS:--torchao} dtypes=${DTYPES:-bfloat16,float32} prepare=${PREPARE:-0.25}
 bench() {
     timeout -k 10 $((limit - SECONDS)) python3 -m loka_compile.cli bench --shapes benchmarks/shapes/lrm.csv \
         --out "$out/h200.csv" "$@"
@@ -15,7 +17,7 @@ bench() {
 for attempt in 1 2 3 4; do
     left=$((limit - torchao - SECONDS - 8))
     [ $left -gt 20 ] || break
-    bench --providers=-torchao --dtypes bfloat16,float32 --seconds $left
+    bench "--providers=$providers" --dtypes "$dtypes" --seconds $left --prepare "$prepare"
     status=$?
     # 2 is a mistake in the call; anything else but 0 is a kernel that took the process down, and is not tried again.
     [ $status -eq 0 ] && break

@@ -423,8 +423,9 @@ def test_interpolation_equals_the_textbook_formula():
     missed = np.array([math.log(time / surface.model(shape)) for shape, time in times.items()])
     for shape in ((10, 11), (55, 20), (200, 200)):
         query = np.log(np.array([shape]))
-        near = np.exp(-0.5 * cdist(query, logs, "sqeuclidean"))[0]
-        weights = np.linalg.inv(np.exp(-0.5 * cdist(logs, logs, "sqeuclidean")) + 0.1 * np.eye(len(logs))) @ missed
+        near = np.exp(-0.5 * cdist(query / 1.4, logs / 1.4, "sqeuclidean"))[0]
+        covariance = np.exp(-0.5 * cdist(logs / 1.4, logs / 1.4, "sqeuclidean")) + 0.1 * np.eye(len(logs))
+        weights = np.linalg.inv(covariance) @ missed
         assert surface(shape) == pytest.approx(surface.model(shape) * math.exp(near @ weights), rel=1e-9)
 
 

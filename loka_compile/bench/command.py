@@ -42,6 +42,7 @@ def bench(
     groups: Annotated[str, typer.Option(help="Only groups that begin so, in this order; comma-separated.")] = "",
     roles: Annotated[str, typer.Option(help="Comma-separated, in this order.")] = _ROLES,
     dtypes: Annotated[str, typer.Option(help="Comma-separated, in this order.")] = "bfloat16",
+    prepare: Annotated[float, typer.Option(help="Share of the budget for self-tests and first calls.")] = 0.25,
     workers: Annotated[int, typer.Option(help="Processes that compile; -1: one a core.")] = -1,
 ) -> None:
     """Measure every kernel, its baseline and its quantisers on this GPU. A killed run is continued by the same command.
@@ -51,7 +52,7 @@ def bench(
     started = time.monotonic()
     console = Console(stderr=True)
     try:
-        _run(console, shapes, out, seconds, providers, groups, roles, dtypes, workers, started)
+        _run(console, shapes, out, seconds, providers, groups, roles, dtypes, prepare, workers, started)
     except (LokaError, OSError) as error:
         console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None
@@ -59,7 +60,7 @@ def bench(
 
 def _run(
     console: Console, shapes: Path, out: Path, seconds: float, providers: str, groups: str, roles: str, dtypes: str,
-    workers: int, started: float,
+    prepare: float, workers: int, started: float,
 ) -> None:  # fmt: skip
     layers = workload.read_layers(shapes, _split(groups))
     chosen_roles = [_one_of("role", name, [r.value for r in Role]) for name in _split(roles)]
@@ -92,7 +93,7 @@ def _run(
                 console.print(escape(f"{shown[0] - started:.0f} s: {done} of {total}, {text}"))
 
         run = Bench(
-            gemms, found, records, GraphTimer(), Operands(torch.device("cuda")), seconds=seconds,
+            gemms, found, records, GraphTimer(), Operands(torch.device("cuda")), seconds=seconds, prepare=prepare,
             l2=properties.L2_cache_size, workers=_cores() if workers < 0 else workers, started=started, progress=show,
         )  # fmt: skip
         try:

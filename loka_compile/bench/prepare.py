@@ -104,10 +104,12 @@ def compile_only(function: Callable[..., object], *inputs: torch.Tensor) -> None
     raise RuntimeError("the compiled function was not called")
 
 
-def configure() -> None:
+def configure(patient: bool = False) -> None:
     """What timing and compiling processes have in common, so that their cache keys agree."""
     import torch._inductor.config
 
+    if patient:
+        os.nice(10)
     # The parallelism is between the processes.
     torch._inductor.config.compile_threads = 1
     torch.set_float32_matmul_precision("high")
@@ -148,14 +150,15 @@ class Preparation:
         workers: number of processes; 0 prepares nothing, and nothing is waited for.
         jobs: what to do. One that takes its process down is never finished; another process takes its place.
         apart: every job gets a process of its own.
+        patient: give way to other processes.
     """
 
-    def __init__(self, workers: int, jobs: Sequence[Job], *, apart: bool = False) -> None:
+    def __init__(self, workers: int, jobs: Sequence[Job], *, apart: bool = False, patient: bool = False) -> None:
         self._pool: Pool | None = None
         self._results: dict[Job, AsyncResult[str | None]] = {}
         if workers > 0 and jobs:
             self._pool = multiprocessing.get_context("spawn").Pool(
-                min(workers, len(jobs)), initializer=configure, maxtasksperchild=1 if apart else None
+                min(workers, len(jobs)), configure, (patient,), maxtasksperchild=1 if apart else None
             )  # fmt: skip
             for job in dict.fromkeys(jobs):
                 self._results[job] = self._pool.apply_async(_run, (job,))

@@ -23,10 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Libraries that compile at the first call of a shape: those calls are made in parallel, before anything is timed.
 COMPILE_AT_FIRST_CALL = frozenset({"deepgemm", "torchao", "triton"})
-#: Share of the budget that preparing may take before timing begins.
-PREPARE_SHARE = 0.25
-#: What is measured until which share of the budget is used; then the next. The rest of the first follows later.
-STAGES = (("gemms", 0.6), ("quantizers", 0.88), ("gemms", 1.0), ("quantizers", 1.0))
+#: What is measured until which share of the time after preparing is used; then the next. What is left follows later.
+STAGES = (("gemms", 0.5), ("quantizers", 0.85), ("gemms", 1.0), ("quantizers", 1.0))
 
 
 @dataclass
@@ -55,6 +53,7 @@ class Bench:
         timer: how arms are timed.
         operands: where their tensors come from.
         seconds: the budget, counted from ``started``.
+        prepare: share of the budget that self-tests and first calls may take before timing begins.
         l2: size of the L2 cache in bytes.
         workers: processes that compile; 0 compiles nothing in advance.
         clock: seconds, monotonic.
@@ -72,6 +71,7 @@ class Bench:
         *,
         seconds: float,
         l2: int,
+        prepare: float = 0.25,
         workers: int = 0,
         clock: Callable[[], float] = time.monotonic,
         started: float | None = None,
@@ -81,7 +81,7 @@ class Bench:
         self.providers, self.records, self.timer, self.operands = providers, records, timer, operands
         self.seconds, self.l2, self.workers, self.clock, self.progress = seconds, l2, workers, clock, progress
         self.started = clock() if started is None else started
-        self.device = operands.device.type
+        self.prepare, self.device = prepare, operands.device.type
         self.outcome = Outcome()
         self._unready: set[Key] = set()
         self._candidates = {gemm: self._accepted(gemm) for gemm in self.gemms}
@@ -128,10 +128,10 @@ class Bench:
         self.progress(0, 1, f"self-tests and first calls ({len(tests)} + {len(calls)})")
         with (
             Preparation(self.workers, tests, apart=True) as testing,
-            Preparation(self.workers, calls) as calling,
+            Preparation(self.workers, calls, patient=True) as calling,
         ):
-            testing.wait(tests, PREPARE_SHARE * self.seconds - self._used())
-            calling.wait(calls, PREPARE_SHARE * self.seconds - self._used())
+            testing.wait(tests, self.prepare * self.seconds - self._used())
+            calling.wait(calls, self.prepare * self.seconds - self._used())
             for gemm, provider, recipe in pending:
                 test, call = (
                     SelfTest(provider.name, recipe.name, Role.FORWARD),
@@ -151,9 +151,10 @@ class Bench:
 
     def _measure(self, gemms: deque[Gemm], quantizers: deque[list[Operand]], preparation: Preparation) -> None:
         total, finished = len(gemms) + len(quantizers), 0
+        prepared = self._used()
         for kind, share in STAGES:
             queue = gemms if kind == "gemms" else quantizers
-            while queue and self._used() < share * self.seconds:
+            while queue and self._used() < prepared + share * (self.seconds - prepared):
                 group = queue.popleft()
                 if isinstance(group, Gemm):
                     self.progress(finished, total, str(group))
