@@ -118,6 +118,7 @@ def test_one_warning_per_process_says_everything(monkeypatch, no_codegen):
         lambda: torch.no_grad()(run)(x),
         lambda: torch.compile(Tower((13, 256)), backend="loka", options=OFF)(x),  # another model
     )
+    assert warning.filename == __file__  # the user's line, not one of ours or torch's
     text = str(warning.message)
     for part in ("2 chains", "bias_removal, block_norm, hard_swish", "2 biases", "4 norm parameters",
                  "no longer used", "differ from those of the eager model", 'options={"mods": "none"}'):  # fmt: skip
