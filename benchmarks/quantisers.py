@@ -78,8 +78,9 @@ def copy_bandwidth(m: int, n: int, timer: Timer, device: str = "cuda") -> float:
 
 
 def inductor(scaling: Scaling, output: str) -> Any:
-    """The plain ops for one operand, compiled for any size."""
-    return torch.compile(lambda x: quantize(x, scaling, transpose=output == "x.T"), fullgraph=True, dynamic=True)
+    """The plain ops for one operand, compiled for each size."""
+    torch._dynamo.reset()
+    return torch.compile(lambda x: quantize(x, scaling, transpose=output == "x.T"), fullgraph=True, dynamic=False)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from loka_compile import machine
 from loka_compile.kernels import scaled_gemm as kernel
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.providers import torch_scaled_mm
-from loka_compile.lowering.providers.triton_configs import config_for, load, splits
+from loka_compile.lowering.providers.triton_configs import config_for, fewest_splits, load, splits
 
 #: (m, n, k). First those for which a plain tile grid leaves most of an H200 idle.
 SHAPES = [(1024, 256, 7680)] + [
@@ -68,7 +68,8 @@ def candidates(mode: str, m: int, n: int, k: int, multiprocessors: int) -> Itera
             plain = GemmConfig(block_m, block_n, 128, warps, stages, tma=k > 512)
             tiles = -(-m // block_m) * -(-n // block_n)
             fill = splits(m, n, k, plain, multiprocessors)
-            for cut in sorted({1, fill, max(1, fill // 2)} if tiles < multiprocessors else {1}):
+            least = fewest_splits(mode, k)
+            for cut in sorted({max(least, c) for c in ((1, fill, fill // 2) if tiles < multiprocessors else (1,))}):
                 yield replace(plain, persistent=tiles * cut > multiprocessors, splits=cut)
 
 

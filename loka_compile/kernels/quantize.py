@@ -7,8 +7,8 @@ For x [M, N] they give the operand x (contraction along N) and the operand x.T (
     rowwise without x.T            one read, or two of a row that stays in L2 where it does not fit the registers
     1x128, 128x128                 one read: a block lies in one tile
 
-The plain-torch twin, which defines scales, zeros, NaN and Inf, is ``loka_compile.lowering.quantize.quantize``. Scales
-are divided as torch divides, so that both agree to the bit. Transposed FP8 is stored as bytes, and maxima are compared
+The plain-torch twin, which defines scales, zeros, NaN and Inf, is ``loka_compile.lowering.quantize.quantize``; scales
+agree to the last bit or two. Transposed FP8 is stored as bytes, and maxima are compared
 as integers: Triton 3.6 miscompiles some transposed FP8 stores next to min.NaN and max.NaN (triton-lang/triton #11111).
 """
 
@@ -32,20 +32,23 @@ _FLOOR = tl.constexpr(0x2B8CBCCC)
 
 @triton.jit
 def _scale_of(largest, LIMIT: tl.constexpr):
-    """From maxima as :func:`device.bits`: the scale that multiplies FP8 data, and what x is multiplied by."""
-    scale = tl.div_rn(tl.maximum(largest, _FLOOR).to(tl.float32, bitcast=True), LIMIT)
-    return scale, tl.div_rn(1.0, scale)
+    """From maxima as :func:`device.bits`: the scale that multiplies FP8 data, and what x is multiplied by.
+
+    Without exact divisions: their slow path, once for each column in each thread, takes longer than the memory.
+    """
+    scale = tl.maximum(largest, _FLOOR).to(tl.float32, bitcast=True) * (1.0 / LIMIT)
+    return scale, 1.0 / scale
 
 
 @triton.jit
-def _store(Q, QT, q, qt, rm, rn, M, N, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr):
-    if WRITE_Q:
-        mask = (rm[:, None] < M) & (rn[None, :] < N)
-        tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=mask)
-    if WRITE_QT:
-        mask = (rn[:, None] < N) & (rm[None, :] < M)
-        ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True)
-        tl.store(ptr + rn.to(tl.int64)[:, None] * M + rm[None, :], tl.trans(qt.to(tl.uint8, bitcast=True)), mask=mask)
+def _store_q(Q, q, rm, rn, M, N):
+    tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=(rm[:, None] < M) & (rn[None, :] < N))
+
+
+@triton.jit
+def _store_qt(QT, q, rm, rn, M, N):
+    ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True) + rn.to(tl.int64)[:, None] * M + rm[None, :]
+    tl.store(ptr, tl.trans(q.to(tl.uint8, bitcast=True)), mask=(rn[:, None] < N) & (rm[None, :] < M))
 
 
 @triton.jit
@@ -63,27 +66,30 @@ def _blocks_kernel(
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = _load(X, rm, rn, M, N, stride)
-    size = dev.bits(x)
+    size = dev.bits(_load(X, rm, rn, M, N, stride))
+    # The tile is loaded again for each output, from the L1 cache: held in registers it would leave room for one program
+    # per multiprocessor, and Triton would turn it byte by byte. The stores in between keep the loads apart.
     if SQUARE:
         scale, inverse = _scale_of(tl.max(tl.max(size, axis=1), axis=0), LIMIT)
         if WRITE_Q:
             tl.store(S + pid_m * tl.num_programs(1) + pid_n, scale)
+            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
         if WRITE_QT:
             tl.store(ST + pid_n * tl.num_programs(0) + pid_m, scale)
-        q = dev.to_fp8(x, inverse, TYPE, LIMIT)
-        _store(Q, QT, q, q, rm, rn, M, N, WRITE_Q, WRITE_QT)
+            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
     else:
         if WRITE_Q:
             scale, inverse = _scale_of(tl.max(size, axis=1), LIMIT)
             tl.store(S + pid_n.to(tl.int64) * M + rm, scale, mask=rm < M)
-            q = dev.to_fp8(x, inverse[:, None], TYPE, LIMIT)
-            _store(Q, QT, q, q, rm, rn, M, N, True, False)
+            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[:, None], TYPE, LIMIT), rm, rn, M, N)
         if WRITE_QT:
-            scale, inverse = _scale_of(tl.max(size, axis=0), LIMIT)
-            tl.store(ST + pid_m.to(tl.int64) * N + rn, scale, mask=rn < N)
-            q = dev.to_fp8(x, inverse[None, :], TYPE, LIMIT)
-            _store(Q, QT, q, q, rm, rn, M, N, False, True)
+            scale, _ = _scale_of(tl.max(size, axis=0), LIMIT)
+            at = ST + pid_m.to(tl.int64) * N + rn
+            tl.store(at, scale, mask=rn < N)
+            # Read back, so that each thread finds the scales of the columns that it has after the transpose.
+            tl.debug_barrier()
+            inverse = 1.0 / tl.load(at, mask=rn < N, other=1.0, cache_modifier=".cg")
+            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[None, :], TYPE, LIMIT), rm, rn, M, N)
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def _rows_kernel(
         x = _load(X, rm, rn, M, N, stride)
         scale, inverse = _scale_of(tl.max(dev.bits(x), axis=1), LIMIT)
         q = dev.to_fp8(x, inverse[:, None], TYPE, LIMIT)
-        _store(Q, Q, q, q, rm, rn, M, N, True, False)
+        _store_q(Q, q, rm, rn, M, N)
     else:
         largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
         for start in range(0, N, BLOCK_N):
@@ -105,7 +111,7 @@ def _rows_kernel(
         scale, inverse = _scale_of(tl.max(largest, axis=1), LIMIT)
         for start in range(0, N, BLOCK_N):
             q = dev.to_fp8(_load(X, rm, start + rn, M, N, stride), inverse[:, None], TYPE, LIMIT)
-            _store(Q, Q, q, q, rm, start + rn, M, N, True, False)
+            _store_q(Q, q, rm, start + rn, M, N)
     tl.store(S + rm, scale, mask=rm < M)
 
 
@@ -133,29 +139,25 @@ def _cast_kernel(
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = _load(X, rm, rn, M, N, stride)
+    # Loaded for each output; see _blocks_kernel.
     if ALL:
         scale, inverse = _scale_of(tl.load(ROWS), LIMIT)
-        if (pid_m == 0) & (pid_n == 0):
-            if WRITE_Q:
-                tl.store(S, scale)
-            if WRITE_QT:
-                tl.store(ST, scale)
-        q = dev.to_fp8(x, inverse, TYPE, LIMIT)
-        _store(Q, QT, q, q, rm, rn, M, N, WRITE_Q, WRITE_QT)
+        first = (pid_m == 0) & (pid_n == 0)
+        if WRITE_Q:
+            tl.store(S, scale, mask=first)
+            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
+        if WRITE_QT:
+            tl.store(ST, scale, mask=first)
+            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
     else:
         if WRITE_Q:
             scale, inverse = _scale_of(tl.load(ROWS + rm, mask=rm < M, other=0), LIMIT)
-            if pid_n == 0:
-                tl.store(S + rm, scale, mask=rm < M)
-            q = dev.to_fp8(x, inverse[:, None], TYPE, LIMIT)
-            _store(Q, QT, q, q, rm, rn, M, N, True, False)
+            tl.store(S + rm, scale, mask=(rm < M) & (pid_n == 0))
+            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[:, None], TYPE, LIMIT), rm, rn, M, N)
         if WRITE_QT:
             scale, inverse = _scale_of(tl.load(COLUMNS + rn, mask=rn < N, other=0), LIMIT)
-            if pid_m == 0:
-                tl.store(ST + rn, scale, mask=rn < N)
-            q = dev.to_fp8(x, inverse[None, :], TYPE, LIMIT)
-            _store(Q, QT, q, q, rm, rn, M, N, False, True)
+            tl.store(ST + rn, scale, mask=(rn < N) & (pid_m == 0))
+            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[None, :], TYPE, LIMIT), rm, rn, M, N)
 
 
 @torch.no_grad()
