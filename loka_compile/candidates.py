@@ -46,6 +46,8 @@ class Candidate:
     own: Line = NOTHING
     #: What others may use as well.
     items: Mapping[Item, Line] = field(default_factory=dict)
+    #: Tensors that it reads in their own dtype, and that would not be written so otherwise.
+    stored: Mapping[Item, Line] = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -70,6 +72,8 @@ class Native(NamedTuple):
     mere: float
     #: At the batch size in the middle.
     us: float
+    #: As of a candidate.
+    stored: Mapping[Item, Line]
 
 
 def candidates_of(table: Table, limits: Limits) -> dict[Key, list[Candidate]]:
@@ -92,7 +96,7 @@ def native_of(table: Table, key: Key) -> Native:
     refused = next((row.refused for row in rows if row.refused), "")
     times = [row.baseline_us for row in sorted(rows, key=lambda row: row.batch)]
     return Native(refused, max((row.mere for row in rows), default=math.nan),
-                  times[len(times) // 2] if times else math.nan)  # fmt: skip
+                  times[len(times) // 2] if times else math.nan, _stored(rows, table.header.same))  # fmt: skip
 
 
 def _judge(
@@ -130,7 +134,7 @@ def _judge(
     if stage < SLOW or math.isnan(speedup):
         return Candidate(verdict, stage, total, span)
     baseline = fit({row.batch: row.baseline_us for row in group})
-    return Candidate(verdict, stage, total, span, baseline, *_cost(group, same))
+    return Candidate(verdict, stage, total, span, baseline, *_cost(group, same), _stored(group, same))
 
 
 def _cost(group: list[Measurement], same: Mapping[str, str]) -> tuple[Line, dict[Item, Line]]:
@@ -150,6 +154,18 @@ def _cost(group: list[Measurement], same: Mapping[str, str]) -> tuple[Line, dict
         if layout != NOTHING:
             items[name, form, "transposed" if transposed else "as stored"] = layout
     return fit({row.batch: row.gemm_us for row in group}), items
+
+
+def _stored(group: list[Measurement], same: Mapping[str, str]) -> dict[Item, Line]:
+    """The operands that the producer writes in their own dtype for this candidate's sake."""
+    found: dict[Item, Line] = {}
+    for row in group[:1]:
+        for which, operand in zip("ab", OPERANDS[Role(row.role)], strict=True):
+            line = fit({other.batch: getattr(other, f"{which}_stored_us") for other in group})
+            if line != NOTHING:
+                own_name = tensor(row.site, operand)
+                found[same.get(own_name, own_name), "as it is"] = line
+    return found
 
 
 def _last(value: float) -> float:

@@ -26,7 +26,7 @@ TRANSPOSED = {
 LAYOUT_FREE = frozenset({Scaling.TENSORWISE, Scaling.BLOCK_128X128})
 
 
-def form(scaling: Scaling, dtype: str, transposed: bool, quantiser: str = "") -> str:
+def form(scaling: Scaling, dtype: str, transposed: bool, quantiser: str = "", padding: tuple[int, int] = (1, 1)) -> str:
     """The name of a quantised form; equal names of one tensor are one quantisation.
 
     Args:
@@ -34,12 +34,17 @@ def form(scaling: Scaling, dtype: str, transposed: bool, quantiser: str = "") ->
         dtype: FP8 format without "torch.".
         transposed: whether the operand is the transpose of what is stored.
         quantiser: the provider's name where it does not use the common quantiser.
+        padding: what the operand's rows and contraction are padded to multiples of, 1 where they are not: a padded
+            tensor is another one.
     """
     if scaling is Scaling.NONE:
         return ""
     words = [str(scaling), dtype]
     if transposed and scaling not in LAYOUT_FREE:
         words.append("across")
+    rows, columns = reversed(padding) if transposed else padding
+    if (rows, columns) != (1, 1):
+        words.append(f"padded {rows}x{columns}")
     if quantiser:
         words.append(f"by {quantiser}")
     return " ".join(words)

@@ -44,6 +44,10 @@ class Planning:
     #: True when the plan has to wait for samples.
     sample: bool = False
     note: str = ""
+    #: The GEMMs that the graph has; a plan must not count on sharing with others.
+    roles: frozenset[Role] = frozenset(Role)
+    #: Sites whose weight gets no gradient.
+    frozen: frozenset[str] = frozenset()
     #: Sites that the drift guard has put back to high precision.
     put_back: frozenset[str] = frozenset()
     #: What decides the GEMMs' dtype: that of the weights, and autocast around the graph.
@@ -67,7 +71,7 @@ class Planning:
         """Make the plan from a table that fits."""
         self.table = table
         plan = make_plan(
-            table,
+            Table(table.header, filter(self._happens, table.rows)),
             max_mere=self.config.max_mere,
             min_speedup=self.config.min_speedup,
             providers=self.config.providers,
@@ -79,6 +83,10 @@ class Planning:
         if unmatched and not self.note:
             self.note = f"option 'per_site': no site of this graph matches {', '.join(map(repr, unmatched))}"
         return self.plan
+
+    def _happens(self, row: Measurement) -> bool:
+        role = Role(row.role)
+        return role in self.roles and not (role is Role.GRAD_WEIGHT and row.site in self.frozen)
 
     def take(self, plan: Plan) -> Plan:
         """The plan less what the drift guard has put back."""
@@ -107,7 +115,7 @@ def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles:
         raise UnknownNameError("target in option 'target'", config.target, CostTable.targets())
     _check_providers(config)
     planning = Planning(config, fingerprint(gm), target, emulate=target is not None and target != _target_of(device))
-    planning.put_back = sites_put_back(gm)
+    planning.put_back, planning.roles, planning.frozen = sites_put_back(gm), roles, _frozen(gm)
     if config.plan is not None:
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(config.plan)
         _check_plan(plan, planning, device)
@@ -177,6 +185,17 @@ def batches(gm: fx.GraphModule) -> tuple[dict[str, int], set[str]]:
             if not all(isinstance(size, int) for size in value.shape[:-1]):
                 dynamic.add(site)
     return found, dynamic
+
+
+def _frozen(gm: fx.GraphModule) -> frozenset[str]:
+    """Sites whose weight is known to get no gradient."""
+    found = set()
+    for node, site in name_sites(gm).items():
+        weight = learnt_weight(node)
+        value = None if weight is None else weight.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            found.add(site)
+    return frozenset(found)
 
 
 def _dtypes(gm: fx.GraphModule, device: torch.device) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from loka_compile.gemm import Gemm, Role
 from loka_compile.lowering.fused.joint import quantised_by_fusion
-from loka_compile.lowering.fused.match import strip
+from loka_compile.lowering.fused.match import ALIAS, CONVERT, is_call, strip
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.joint import gemms_of
 from loka_compile.lowering.roles import MatMul
@@ -31,6 +31,7 @@ ROWS = 512
 
 #: Operators that leave the data as it is.
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 
 #: Weak: a graph that is thrown away before it has sampled enough takes its samples along.
 _sessions: weakref.WeakValueDictionary[int, Sampler] = weakref.WeakValueDictionary()
@@ -61,6 +62,15 @@ class _Site:
     batches: set[int] = field(default_factory=set)
     #: The first site that reads the tensor behind "input", "weight" or "grad_output".
     same: dict[str, str] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+
+
+def _read_by(node: fx.Node, products: set[fx.Node]) -> bool:
+    """Whether none but these products read a tensor, in whatever layout or dtype."""
+    return all(
+        user in products or (is_call(user, *CONVERT, *ALIAS, *VIEWS, *_TURNS) and _read_by(user, products))
+        for user in node.users
+    )  # fmt: skip
 
 
 class Sampler:
@@ -85,10 +95,16 @@ class Sampler:
         """Tap activation and weight of every forward GEMM, and the output gradient of every backward one."""
         found = gemms_of(graph)
         self._find_shared([matmul for matmul, _ in found])
+        products = {matmul.node for matmul, _ in found}
         for matmul, gemm in found:
-            self._sites[matmul.site].gemms[matmul.role] = gemm
+            site = self._sites[matmul.site]
+            site.gemms[matmul.role] = gemm
             if self._fuse:
-                self._sites[matmul.site].fused |= quantised_by_fusion(matmul)
+                site.fused |= quantised_by_fusion(matmul)
+            bounded = matmul.role is Role.FORWARD and gemm.a_bound is not None
+            if bounded and _read_by(strip(matmul.a.base, *VIEWS), products):
+                site.written.add("input")
+        for matmul, _ in found:
             first, second = matmul.positions
             if matmul.role is Role.FORWARD:
                 self._tap(matmul, first, "input", flip=False)
@@ -159,6 +175,7 @@ class Sampler:
                     dynamic="m" in forward.dynamic,
                     batches=tuple(sorted(kept.batches)),
                     same=dict(kept.same),
+                    written=frozenset(kept.written),
                     fused=frozenset(kept.fused),
                 )
         return out

@@ -32,7 +32,10 @@ _NATIVE = ":".join(BASELINE)
 def decide(table: Table, limits: Limits) -> list[Decision]:
     """The decision about every GEMM of the table."""
     gemms = candidates_of(table, limits)
-    items = {key: frozenset().union(*(c.items for c in found)) for key, found in gemms.items()}
+    items = {
+        key: frozenset(native_of(table, key).stored).union(*(c.items for c in found), *(c.stored for c in found))
+        for key, found in gemms.items()
+    }
     decisions: list[Decision] = []
     for group in combination.components(items):
         decisions += _Group({key: gemms[key] for key in group}, table, limits).decisions()
@@ -64,7 +67,8 @@ class _Group:
         for key, found in self.gemms.items():
             for candidate in found:
                 middle = Fraction(candidate.span.middle) / self.scale[key]
-                for item, line in candidate.items.items():
+                needs = {**candidate.items, **candidate.stored, **self.natives[key].stored}
+                for item, line in needs.items():
                     price = line.stretched(self.scale[key])
                     # Alike up to what was measured apart; the dearest, so that nothing is promised that may not come.
                     if item not in prices or price.at(middle) > prices[item].at(middle):
@@ -97,7 +101,7 @@ class _Group:
         for key, name in choice.items():
             candidate = self.by_name[key].get(name)
             whole += (self._native(key) if candidate is None else candidate.own).stretched(self.scale[key])
-            paid |= set() if candidate is None else set(candidate.items)
+            paid |= self._items(key, name)
         for item in paid:
             whole += self.prices[item]
         return whole
@@ -110,14 +114,16 @@ class _Group:
 
     def _options(self, key: Key, m: Fraction) -> list[Option]:
         at = m * self.scale[key]
-        # At one batch size, what does not pay alone and shares nothing never will.
-        usable = [c for c in self.gemms[key] if c.usable and (c.pays or c.items or c.span.low < c.span.high)]
+        spares = self.natives[key].stored
+        # At one batch size, what does not pay alone, shares nothing and spares nothing never will.
+        usable = [c for c in self.gemms[key] if c.usable and (c.pays or c.items or spares or c.span.low < c.span.high)]
         options = [
-            Option(c.verdict.candidate, c.own.at(at), frozenset(c.items), tie=c.verdict.mere) for c in usable
-        ]  # fmt: skip
+            Option(c.verdict.candidate, c.own.at(at), self._items(key, c.verdict.candidate), tie=c.verdict.mere)
+            for c in usable
+        ]
         # What pays alone pays in any company; without this, rounding would decide at equality.
         if not any(c.pays and c.span.low == c.span.high for c in usable):
-            options.append(Option(_NATIVE, self._native(key).at(at)))
+            options.append(Option(_NATIVE, self._native(key).at(at), self._items(key, _NATIVE)))
         return options
 
     def _decision(self, key: Key, choice: Mapping[Key, str], m: Fraction) -> Decision:
@@ -134,6 +140,7 @@ class _Group:
             )  # fmt: skip
         at = m * self.scale[key]
         users = Counter(item for other, name in choice.items() for item in self._items(other, name))
+        unwritten = [item for item in self.natives[key].stored if item in self.prices and not users[item]]
         share = chosen.own.at(at) + sum(
             (self.prices[item].at(m) / users[item] for item in chosen.items), Fraction(0)
         )  # fmt: skip
@@ -141,6 +148,8 @@ class _Group:
         speedup = chosen.verdict.speedup if alone else float(chosen.baseline.at(at) / share)
         verdict = chosen.verdict
         reason = self._why(key, chosen, choice, users)
+        if unwritten:
+            reason += f"; {unwritten[0][0].rpartition(' ')[2]} written in FP8 alone"  # type: ignore[index]
         return Decision(
             site, role, verdict.provider, verdict.recipe, reason, speedup, verdict.mere, verdicts,
             us=float(share), baseline_us=float(chosen.baseline.at(at)), planned=verdict.candidate,
@@ -164,7 +173,9 @@ class _Group:
 
     def _items(self, key: Key, name: str) -> frozenset[Item]:
         candidate = self.by_name[key].get(name)
-        return frozenset() if candidate is None else frozenset(candidate.items)
+        if candidate is None:
+            return frozenset(item for item in self.natives[key].stored if item in self.prices)
+        return frozenset(candidate.items) | frozenset(candidate.stored)
 
     def _verdicts(self, key: Key, chosen: Candidate | None) -> tuple[Verdict, ...]:
         """Every candidate's, the chosen one first, then by how far they came."""

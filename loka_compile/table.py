@@ -99,6 +99,11 @@ class Measurement:
     b_layout_us: float = 0.0
     #: What else there is to know: the Gaussian underestimates the error, the interval is wide, the kernel looks faulty.
     remark: str = ""
+    #: What it costs the operand's producer to write it in its own dtype, where it could write FP8 alone: it has to as
+    #: soon as one reader wants that. 0 where it is written anyway, and for candidates that read what the producer
+    #: quantises.
+    a_stored_us: float = 0.0
+    b_stored_us: float = 0.0
 
     def __post_init__(self) -> None:
         """Accept a Role where a str is declared, and nothing that is neither."""

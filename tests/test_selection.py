@@ -274,3 +274,60 @@ def test_sites_with_more_rows_per_sample_have_their_own_sizes():
     # Both together: 2 * (4 + 0.1 m) against 2 * (9.04 + 0.03 m + 0.01 m) + 2, at m = 100.67.
     assert starts == {"a#0": 101, "b#0": 2618}
     assert not math.isnan(plan.decisions[0].speedup)
+
+
+# --- what a producer writes for its readers ---
+
+
+def chain(*, forward=10.0, grad_weight=10.0, write=4.0, base=11.0, roles=("forward", "grad_weight"), rowwise=False):
+    """A site whose input an epilogue can write in FP8 for nothing; in the model's dtype it costs ``write``."""
+    rows = []
+    for role in roles:
+        us = forward if role == "forward" else grad_weight
+        which = "a" if role == "forward" else "b"
+        shape = ("b#0", role, 64, 64, 8, 16, "bfloat16")
+        rows.append(Measurement(*shape, *BASELINE, quantize_us=0, gemm_us=base, baseline_us=base, mere=0.0,
+                                **{f"{which}_stored_us": write}))  # fmt: skip
+        rows.append(Measurement(*shape, "torch", "tensorwise", quantize_us=0, gemm_us=us, baseline_us=base, mere=0.1,
+                                a_form="t a", a_once_us=0.0, b_form="t b", b_once_us=0.0))  # fmt: skip
+        if rowwise:
+            rows.append(Measurement(*shape, "torch", "rowwise", quantize_us=0, gemm_us=us - 1, baseline_us=base,
+                                    mere=0.1, a_form="r a", a_once_us=0.0, b_form="r b", b_once_us=0.0,
+                                    **{f"{which}_stored_us": write}))  # fmt: skip
+    return Table(Header(), rows)
+
+
+def recipes(table, **options):
+    return [d.recipe for d in make_plan(table, **options).decisions]
+
+
+def test_fp8_in_the_producers_epilogue_saves_the_tensor_in_its_own_dtype():
+    # Inference: 10 against 11 does not make 1.2, 10 against 11 / 1.2 + 4 does.
+    assert recipes(chain(roles=("forward",), write=0.0), min_speedup=1.2) == ["native"]
+    plan = make_plan(chain(roles=("forward",)), min_speedup=1.2)
+    assert [d.recipe for d in plan.decisions] == ["tensorwise"]
+    assert plan.decisions[0].reason == "pays in combination; input written in FP8 alone"
+
+
+def test_the_saving_takes_every_reader():
+    # grad_weight in FP8 is slower than in high precision, by 2 against the 4 that writing costs.
+    assert recipes(chain(grad_weight=13.0), min_speedup=1.0) == ["tensorwise", "tensorwise"]
+    # By 5 it is not worth it, and then forward has to live without the saving, which it can.
+    assert recipes(chain(grad_weight=16.0), min_speedup=1.0) == ["tensorwise", "native"]
+    assert recipes(chain(grad_weight=16.0, forward=12.0), min_speedup=1.0) == ["native", "native"]
+    assert recipes(chain(grad_weight=13.0, forward=12.0), min_speedup=1.0) == ["tensorwise", "tensorwise"]
+
+
+def test_a_faster_kernel_that_reads_the_tensor_as_it_is():
+    assert recipes(chain(rowwise=True, roles=("forward",))) == ["tensorwise"]  # 10 against 9 + 4
+    assert recipes(chain(rowwise=True, roles=("forward",), write=0.5)) == ["rowwise"]
+
+
+def test_neighbours_that_read_one_output_save_it_together():
+    rows = [dataclasses.replace(r, site=name) for name in ("b#0", "c#0")
+            for r in chain(roles=("forward",), forward=12.0, base=11.0).rows]  # fmt: skip
+    assert recipes(Table(Header(same={"c#0 input": "b#0 input"}), rows), min_speedup=1.0) == ["tensorwise"] * 2
+    # 24 against 22 + 4 pays; with 14 each it does not, although each alone would gain what both have to save.
+    rows = [dataclasses.replace(r, gemm_us=14.0) if r.recipe == "tensorwise" else r for r in rows]
+    assert recipes(Table(Header(same={"c#0 input": "b#0 input"}), rows), min_speedup=1.0) == ["native"] * 2
+    assert recipes(Table(Header(), rows), min_speedup=1.0) == ["tensorwise"] * 2

@@ -46,6 +46,8 @@ class SiteSamples:
     #: Operands that are the very tensor of another site: "input", "weight", "grad_output" -> that site. All sites with
     #: one tensor name the same one of them.
     same: Mapping[str, str] = field(default_factory=dict)
+    #: Operands that their producer can write in FP8 alone: a proven bound, and none but GEMMs read them.
+    written: Collection[str] = ()
     #: What a fused kernel of the target would quantise: "weight", "grad_output", "input" (for grad_weight).
     fused: Collection[str] = ()
     #: Operands drawn from learnt distributions, without end, for a number of rows: x [rows, K], W [N, K] and dy

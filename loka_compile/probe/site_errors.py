@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
-from loka_compile.operands import TRANSPOSED, form
+from loka_compile.operands import OPERANDS, TRANSPOSED, form
 from loka_compile.probe.gate import Effort, Score, remarks, score, worse
 from loka_compile.probe.runs import Candidate, Operand, Pair, Runs
 from loka_compile.probe.samples import Batches, Draw, SiteSamples, cut
@@ -137,10 +137,13 @@ class SiteErrors:
             return dataclasses.replace(row, saved_bytes=saved)
         padded = provider.padded(gemm, recipe)
         latency = self.costs.latency(padded, provider.name, recipe)
-        row = dataclasses.replace(row, baseline_us=self.costs.baseline(gemm), saved_bytes=saved)
+        a_stored, b_stored = self._stored_us(gemm, recipe)
+        row = dataclasses.replace(
+            row, baseline_us=self.costs.baseline(gemm), saved_bytes=saved, a_stored_us=a_stored, b_stored_us=b_stored
+        )  # fmt: skip
         if latency is None:
             return dataclasses.replace(row, quantize_us=math.nan, gemm_us=math.nan)
-        a_form, b_form = _forms(gemm.role, provider, recipe)
+        a_form, b_form = _forms(gemm, provider, recipe)
         # A padded result is cut: read and written once more.
         cut_bytes = 2 * gemm.m * gemm.n * self.dtype.itemsize if (padded.m, padded.n) != (gemm.m, gemm.n) else 0
         return dataclasses.replace(
@@ -151,6 +154,15 @@ class SiteErrors:
             a_form=a_form, a_once_us=latency.quantize_a_us - latency.a_layout_us, a_layout_us=latency.a_layout_us,
             b_form=b_form, b_once_us=latency.quantize_b_us - latency.b_layout_us, b_layout_us=latency.b_layout_us,
         )  # fmt: skip
+
+    def _stored_us(self, gemm: Gemm, recipe: Recipe) -> list[float]:
+        """What writing A and B in their own dtype costs, where that is done for this candidate's sake alone."""
+        assert self.costs is not None
+        found = []
+        for what, scaling, rows in zip(OPERANDS[gemm.role], (recipe.a, recipe.b), (gemm.m, gemm.n), strict=True):
+            needed = what in self.seen.written and scaling is not Scaling.TENSORWISE
+            found.append(self.costs.moving_us(rows * gemm.k * self.dtype.itemsize) if needed else 0.0)
+        return found
 
     def _resized(self, row: Measurement, size: int, candidate: Candidate) -> Measurement:
         """The row at another batch size: the error is the same, the cost is not."""
@@ -274,10 +286,11 @@ class SiteErrors:
         return row
 
 
-def _forms(role: Role, provider: Provider, recipe: Recipe) -> tuple[str, str]:
+def _forms(gemm: Gemm, provider: Provider, recipe: Recipe) -> tuple[str, str]:
     """The forms that the operands are quantised in. Providers share one quantiser unless they bring their own."""
     from loka_compile.lowering.providers.base import Provider as Common
 
     own = "" if type(provider).quantize is Common.quantize else provider.name
-    a, b = TRANSPOSED[role]
-    return form(recipe.a, recipe.a_dtype, a, own), form(recipe.b, recipe.b_dtype, b, own)
+    a, b = TRANSPOSED[gemm.role]
+    m, n, k = (provider.padding(gemm, recipe, letter) for letter in "mnk")
+    return form(recipe.a, recipe.a_dtype, a, own, (m, k)), form(recipe.b, recipe.b_dtype, b, own, (n, k))

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from helpers_backend import Watch, plan_for
-from models_backend import Plain
+from models_backend import Plain, Tower
 from torch import nn
 
-from loka_compile.gemm import Role
+from loka_compile.gemm import Gemm, Role
 from loka_compile.lowering.providers import get_provider
 from loka_compile.operands import OPERANDS, TRANSPOSED, form, tensor
+from loka_compile.probe.site_errors import _forms
+from loka_compile.table import BASELINE, Header, Measurement, Table
 
 RECIPES = get_provider("emulated").recipes
 
@@ -120,3 +122,81 @@ def test_frozen_weights_cause_no_grad_weight_work(no_codegen):
         if n.op == "call_function" and "clone" in str(n.target) and n.meta["val"].dtype == torch.float8_e4m3fn
     ]  # fmt: skip
     assert sorted(fp8) == sorted([(48, 128), (256, 128), (256, 128)])
+
+
+def test_a_plan_counts_on_no_gemm_that_the_graph_lacks(no_codegen):
+    """One table, in which a site pays only as a whole: in training it does, in inference and frozen it does not."""
+    rows = []
+    for role, (a, b) in {"forward": "xw", "grad_input": "dw", "grad_weight": "dx"}.items():
+        shape = ("layers.1#0", role, 128, 128, 128, 256, "float32")
+        rows.append(Measurement(*shape, *BASELINE, quantize_us=0.0, gemm_us=17.0, baseline_us=17.0, mere=0.0))
+        rows.append(Measurement(*shape, "emulated", "tensorwise", quantize_us=8.0, gemm_us=10.0, baseline_us=17.0,
+                                mere=0.1, a_form=a, a_once_us=4.0, b_form=b, b_once_us=4.0))  # fmt: skip
+    fingerprint = {"layers.0#0": (256, 48), "layers.1#0": (128, 256)}
+    table = Table(Header(target="h200", fingerprint=fingerprint), rows)
+
+    # All three: 51 against 42. Forward and grad_input: 34 against 32.
+    options = {"table": table, "target": "h200", "mods": "none", "min_speedup": 1.1}
+
+    def plan_of(model, training=True):
+        torch._dynamo.reset()
+        watch = Watch()
+        run_it = torch.compile(model, backend="loka", options=options)
+        if training:
+            run_it(torch.randn(128, 48)).sum().backward()
+        else:
+            with torch.no_grad():
+                run_it(torch.randn(128, 48))
+        return watch.last.plan.counts()
+
+    model = Plain((48, 256, 128))
+    assert plan_of(model) == {"emulated:tensorwise": 3}
+    assert plan_of(model, training=False) == {"high_precision:native": 1}
+    model.layers[1].weight.requires_grad_(False)
+    assert plan_of(model) == {"high_precision:native": 2}
+
+
+def test_a_padded_operand_is_another_form():
+    """K = 13 is padded to 16 wherever it is; M = 199 in grad_weight alone, whose contraction it is."""
+    provider = get_provider("torch")
+    recipe = provider.recipe("tensorwise")
+    forms = {}
+    for role, shape in {"forward": (199, 384, 13), "grad_input": (199, 13, 384), "grad_weight": (384, 13, 199)}.items():
+        a, b = _forms(Gemm("a#0", Role(role), *shape), provider, recipe)
+        forms.update({(role, what): name for what, name in zip(OPERANDS[Role(role)], (a, b), strict=True)})
+    # As stored: x [M, K], dy [M, N], W [N, K].
+    fp8 = "tensorwise float8_e4m3fn"
+    assert forms == {
+        ("forward", "input"): f"{fp8} padded 1x16", ("forward", "weight"): f"{fp8} padded 1x16",
+        ("grad_input", "grad_output"): fp8, ("grad_input", "weight"): f"{fp8} padded 1x16",
+        ("grad_weight", "grad_output"): f"{fp8} padded 16x1", ("grad_weight", "input"): f"{fp8} padded 16x16",
+    }  # fmt: skip
+
+
+def test_auto_finds_out_what_a_producer_may_write_in_fp8_alone(no_codegen):
+    """Behind BlockNorm and HardSwish, where none but GEMMs read it; not where a gate reads it as well."""
+
+    class Gated(Tower):
+        def forward(self, x):
+            h = self.block(0, x)
+            g = self.block(1, h)
+            return self.head(g) * g.sum(dim=-1, keepdim=True)
+
+    options = {"target": "h200", "max_mere": 1e3, "min_speedup": 1e-3, "auto_calls": 1}
+    watch = Watch()
+    compiled = torch.compile(Gated((16, 256, 256)), backend="loka", options=options)
+    for _ in range(2):
+        compiled(torch.randn(32, 16)).sum().backward()
+    stored = {
+        (row.site, row.role, row.recipe): (row.a_stored_us, row.b_stored_us)
+        for row in watch.last.table.rows
+        if row.provider in ("high_precision", "emulated", "torch")
+    }
+    assert {site for (site, _, _), us in stored.items() if any(us)} == {"linears.1#0"}
+    forward, grad_weight = (stored["linears.1#0", role, "native"] for role in ("forward", "grad_weight"))
+    assert forward[0] > 0
+    assert forward[1] == 0  # the weight
+    assert grad_weight == (0, forward[0])
+    assert stored["linears.1#0", "grad_input", "native"] == (0, 0)
+    assert stored["linears.1#0", "forward", "tensorwise"] == (0, 0)
+    assert stored["linears.1#0", "forward", "rowwise"] == forward

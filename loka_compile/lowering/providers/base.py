@@ -111,6 +111,11 @@ class Provider:
         """Sizes that the kernels want as multiples: ``{"k": 16, "n": 16}``; others are padded with zeros to that."""
         return {}
 
+    def padding(self, gemm: Gemm, recipe: Recipe, letter: str) -> int:
+        """What :meth:`gemm` pads the size m, n or k to a multiple of; 1 where it leaves it as it is."""
+        divisor = self.multiples(recipe).get(letter, 1)
+        return divisor if letter in gemm.dynamic or getattr(gemm, letter) % divisor else 1
+
     def padded(self, gemm: Gemm, recipe: Recipe) -> Gemm:
         """The GEMM that the kernel gets to see once :meth:`gemm` has padded the operands; its cost is this one's.
 
@@ -118,10 +123,11 @@ class Provider:
         is no longer dynamic in what comes back: whatever it is, it will be a multiple. An operand that is padded along
         the contraction is not the one that a fused kernel quantises.
         """
+        divisors = {letter: self.padding(gemm, recipe, letter) for letter in "mnk"}
         sizes = {
             letter: -(-getattr(gemm, letter) // divisor) * divisor
-            for letter, divisor in self.multiples(recipe).items()
-            if letter in gemm.dynamic or getattr(gemm, letter) % divisor
+            for letter, divisor in divisors.items()
+            if divisor > 1
         }
         if not sizes:
             return gemm
