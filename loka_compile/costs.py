@@ -201,6 +201,10 @@ class CostTable:
         time, _, _ = self._gemm_us(*BASELINE, gemm)
         return math.nan if time is None else time
 
+    def bytes_us(self, size: int) -> float:
+        """Microseconds that a kernel takes longer for that many bytes, at the bandwidth of the data sheet."""
+        return self._per_megabyte * size * _MEGA
+
     def moving_us(self, size: int) -> float:
         """Microseconds of a kernel that does nothing but move that many bytes, read and written ones together.
 

@@ -161,7 +161,7 @@ class SiteErrors:
         found = []
         for what, scaling, rows in zip(OPERANDS[gemm.role], (recipe.a, recipe.b), (gemm.m, gemm.n), strict=True):
             needed = what in self.seen.written and scaling is not Scaling.TENSORWISE
-            found.append(self.costs.moving_us(rows * gemm.k * self.dtype.itemsize) if needed else 0.0)
+            found.append(self.costs.bytes_us(rows * gemm.k * self.dtype.itemsize) if needed else 0.0)
         return found
 
     def _resized(self, row: Measurement, size: int, candidate: Candidate) -> Measurement:
