@@ -7,11 +7,13 @@ need not be in the cheapest combination.
 
 ``best`` minimises the sum over a set of GEMMs by dynamic programming, one GEMM after the other. What has to be
 remembered of those decided already is only which of the items that a later GEMM may want were paid for; GEMMs that
-share nothing with the others are decided alone. Costs are fractions: sums are exact, and ties are ties.
+share nothing with the others are decided alone. A state that another one reaches for no more, by paying for the items
+that it lacks, is dropped. Costs are fractions: sums are exact, and ties are ties.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ K = TypeVar("K", bound=Hashable)
 Item = Hashable
 Prices = Mapping[Item, Fraction]
 #: Cost, sum of ties, and the choices so far as (GEMM, option, choices before), None at the beginning.
-_State = tuple[Fraction, float, Any]
+_State = tuple[int, float, Any]
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,24 @@ def components(items: Mapping[K, frozenset[Item]]) -> list[list[K]]:
 def _solve(options: Mapping[K, Sequence[Option]], prices: Prices) -> dict[K, Option]:
     users = Counter(item for given in options.values() for item in frozenset().union(*(o.items for o in given)))
     shared = {item for item, count in users.items() if count > 1}
-    order = _order({key: frozenset().union(*(o.items for o in given)) & shared for key, given in options.items()})
-    later: list[frozenset[Item]] = [frozenset()]
+    useful = {key: _undominated(given, prices, shared) for key, given in options.items()}
+    order = _order({key: frozenset().union(*(o.items for o in given)) for key, given in useful.items()})
+    costs = _Costs(useful, prices, shared)
+    later = [0]
     for _, items in reversed(order):
-        later.append(later[-1] | items)
+        later.append(later[-1] | costs.mask(items))
     # Paid items that are still of interest -> cost, sum of ties, and what was chosen, linked backwards.
-    states: dict[frozenset[Item], _State] = {frozenset(): (Fraction(0), 0.0, None)}
+    states: dict[int, _State] = {0: (0, 0.0, None)}
     for (key, _), open_items in zip(order, later[-2::-1], strict=True):
-        found: dict[frozenset[Item], _State] = {}
-        useful = _undominated(options[key], prices, shared)
+        found: dict[int, _State] = {}
+        choices = [(option, costs.own(option), costs.mask(option.items)) for option in useful[key]]
         for paid, (cost, tie, link) in states.items():
-            for option in useful:
-                new = option.items - paid
-                value = cost + option.own + sum((prices[i] for i in new), Fraction(0)), tie + option.tie
-                left = (paid | option.items) & open_items
+            for option, own, wanted in choices:
+                value = cost + own + costs.price(wanted & ~paid), tie + option.tie
+                left = (paid | wanted) & open_items
                 if left not in found or value < found[left][:2]:
                     found[left] = (*value, (key, option, link))
-        states = found
+        states = _undominated_states(found, costs)
     (link,) = (link for _, _, link in states.values())
     by_name = {key: {o.name: o for o in given} for key, given in options.items()}
     chosen: dict[K, Option] = {}
@@ -105,6 +108,43 @@ def _solve(options: Mapping[K, Sequence[Option]], prices: Prices) -> dict[K, Opt
         key, option, link = link
         chosen[key] = by_name[key][option.name]
     return {key: chosen[key] for key in options}
+
+
+class _Costs:
+    """The fractions of one problem as whole numbers (of their common denominator), sets of items as bits."""
+
+    def __init__(self, options: Mapping[Any, Sequence[Option]], prices: Prices, shared: set[Item]) -> None:
+        self._bits = {item: 1 << place for place, item in enumerate(shared)}
+        fractions = [o.own for given in options.values() for o in given] + [prices[item] for item in shared]
+        self._unit = math.lcm(*(f.denominator for f in fractions)) if fractions else 1
+        self._prices = {bit: self._whole(prices[item]) for item, bit in self._bits.items()}
+        self._known: dict[int, int] = {}
+
+    def _whole(self, fraction: Fraction) -> int:
+        return fraction.numerator * (self._unit // fraction.denominator)
+
+    def mask(self, items: Iterable[Item]) -> int:
+        """The set as a number with a bit for each item."""
+        return sum(self._bits[item] for item in items)
+
+    def own(self, option: Option) -> int:
+        """What is the option's alone."""
+        return self._whole(option.own)
+
+    def price(self, mask: int) -> int:
+        """Of a set of items."""
+        if mask not in self._known:
+            self._known[mask] = sum(price for bit, price in self._prices.items() if bit & mask)
+        return self._known[mask]
+
+
+def _undominated_states(states: Mapping[int, _State], costs: _Costs) -> dict[int, _State]:
+    """Less those that another one reaches for no more, by paying for what it lacks."""
+    kept: dict[int, _State] = {}
+    for paid, state in sorted(states.items(), key=lambda entry: entry[1][:2]):
+        if not any((s[0] + costs.price(paid & ~other), s[1]) <= state[:2] for other, s in kept.items()):
+            kept[paid] = state
+    return kept
 
 
 def _undominated(given: Sequence[Option], prices: Prices, shared: set[Item]) -> list[Option]:

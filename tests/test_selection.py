@@ -99,6 +99,21 @@ def test_neighbouring_sites_that_share_tensors_are_decided_together(seed):
     assert cost_of(table, chosen(plan), 1.05) == pytest.approx(cheapest(table, 1.05), rel=1e-9)
 
 
+@pytest.mark.timeout(60)
+def test_a_net_of_sites_is_solved_in_seconds():
+    """120 sites in one component: groups of five read one x, groups of three have one dy. 4**360 combinations."""
+    same = {f"s{i:03d}#0 input": f"s{i - i % 5:03d}#0 input" for i in range(120) if i % 5}
+    same |= {f"s{i:03d}#0 grad_output": f"s{i - i % 3:03d}#0 grad_output" for i in range(120) if i % 3}
+    names = [f"s{i:03d}#0" for i in range(120)]
+    table = random_table(1, names, same=same)
+    choice = chosen(make_plan(table))
+    together = cost_of(table, choice, 1.05)
+    # No two GEMMs of a site could change their kernels and make the whole cheaper.
+    for recipes_of in itertools.product([*FORMS, "native"], repeat=2):
+        other = choice | {("s007#0", role): r for role, r in zip(("forward", "grad_weight"), recipes_of, strict=True)}
+        assert cost_of(table, other, 1.05) >= together - 1e-9
+
+
 def site(gemm, once, copy, base, **more):
     return Table(Header(), [r for role in ROLES for r in rows_of("a#0", role, 64, gemm, once, copy, base, **more)])
 
