@@ -27,12 +27,12 @@ REFUSED = {
     "deepgemm:blockwise": "x.xxxxxx.......", "deepgemm:blockwise_1x128": "x.xxxxxx.......",
     "torchao:blockwise": "xxxxxxxxxxxxx.x", "torchao:blockwise_1x128": "xxxxxxxxxxxxx.x",
     "torch_mx:mxfp8": "xxxxxxxxxx....x", "torch_rocm:tensorwise_fnuz": "xxxxxxxx.x....x", "torch_rocm:rowwise_fnuz": "xxxxxxxx.x....x",
-    **{f"triton:{name}": "..............." for name in get_provider("triton").recipes},
+    **{f"triton:{name}": "x.xxxxxx......." for name in get_provider("triton").recipes},
     **{f"emulated:{name}": "..............." for name in get_provider("emulated").recipes},
 }  # fmt: skip
 #: The sizes among m, n, k that may not move from call to call.
 STILL = {
-    "high_precision": "", "torch": "nk", "fbgemm": "nk", "deepgemm": "nk", "torchao": "mnk", "triton": "",
+    "high_precision": "", "torch": "nk", "fbgemm": "nk", "deepgemm": "nk", "torchao": "mnk", "triton": "k",
     "torch_mx": "nk", "torch_rocm": "nk", "emulated": "",
 }  # fmt: skip
 #: What writes fewer dtypes than bf16, fp16 and fp32 (the baseline also fp64).

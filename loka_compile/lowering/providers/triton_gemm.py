@@ -1,7 +1,6 @@
-"""Our own FP8 GEMM in Triton: every scaling, any shape, and a contraction that is cut where the output is narrow.
+"""Our own FP8 GEMM in Triton: every scaling, any m and n, and a contraction that is cut where the output is narrow.
 
-It computes what the libraries refuse (a contraction of 13, one output column), though slowly where rows do not start
-on 16 bytes. Whether it pays is the plan's question.
+The kernel takes any k as well, but reads rows that do not start on 16 bytes byte by byte; so k is padded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from loka_compile.gemm import (
     Recipe,
     Scaling,
 )
-from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason
+from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
 from loka_compile.lowering.providers.triton_configs import config_for
 from loka_compile.lowering.quantize import BLOCK, packed
@@ -51,8 +50,13 @@ class TritonGemm(Provider):
             return "triton is not installed (pip install triton)"
         return reason
 
+    def multiples(self, recipe: Recipe) -> dict[str, int]:
+        """16-byte rows of the operands."""
+        return {"k": 16}
+
     def _refuses_shape(self, gemm: Gemm, recipe: Recipe) -> str | None:
-        return refuses_blockwise_role(gemm, recipe)
+        who = "our Triton GEMM (16-byte rows)"
+        return refuses_blockwise_role(gemm, recipe) or multiple_of(gemm, self.multiples(recipe), who)
 
     def compute(self, a: Quantized, b: Quantized, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
         """``A @ B.T``; 1x128 scales lie with their rows adjacent, so that a tile reads them in one piece."""

@@ -1,0 +1,111 @@
+"""Compiles Triton kernels for sm_90 without a GPU and prints, as JSON, what became of them. See test_compiles.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from loka_compile.kernels import quantize, scaled_gemm
+from loka_compile.kernels.config import GemmConfig
+from loka_compile.lowering.providers.triton_configs import config_for
+
+FP8 = torch.float8_e4m3fn
+MULTIPROCESSORS = 132
+
+
+class Driver:
+    """What Triton asks of a GPU before it compiles for one."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def watch(found: list[dict[str, Any]]) -> None:
+    """Let launches of our kernels compile only, and note the result."""
+    triton.runtime.driver.set_active(Driver())
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    for module in (quantize, scaled_gemm):
+        for name, kernel in list(vars(module).items()):
+            if isinstance(kernel, JITFunction) and name.endswith("kernel"):
+
+                def run(*args: Any, grid: Any, warmup: Any, original: Any = kernel.run, **options: Any) -> None:
+                    found.append(facts(original(*args, grid=grid, warmup=True, **options)))
+
+                kernel.run = run
+
+
+def facts(compiled: Any) -> dict[str, Any]:
+    """Name, shared memory, spilt bytes, registers, tensor core instructions."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout))
+    return {
+        "kernel": compiled.metadata.name, "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
+        "registers": int(numbers["REG"]), "stack": int(numbers["STACK"]),
+        "mma": sorted(set(re.findall(r"wgmma\.mma_async\S+", compiled.asm["ptx"]))),
+        "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"],
+    }  # fmt: skip
+
+
+def gemms(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    for mode, (m, n, k) in [
+        ("rowwise_fast", (1024, 256, 7680)), ("tensorwise_fast", (4096, 4096, 2048)), ("rowwise", (4096, 4096, 2048)),
+        ("blockwise", (4096, 4096, 2048)), ("blockwise_1x128", (199, 3456, 640)), ("blockwise_128x128", (1, 1, 13)),
+    ]:  # fmt: skip
+        blocks = -(-k // 128)
+        scales = {
+            "t": (torch.empty(()), torch.empty(()), 0, 0), "r": (torch.empty(m, 1), torch.empty(n, 1), 0, 0),
+            "blockwise": (torch.empty(blocks, m).t(), torch.empty(-(-n // 128), blocks), 1, 128),
+            "blockwise_1x128": (torch.empty(blocks, m).t(), torch.empty(blocks, n).t(), 1, 1),
+            "blockwise_128x128": (torch.empty(-(-m // 128), blocks), torch.empty(-(-n // 128), blocks), 128, 128),
+        }  # fmt: skip
+        scale_a, scale_b, rows_a, rows_b = scales[mode if mode in scales else mode[0]]
+        config: GemmConfig = config_for(mode, m, n, k, MULTIPROCESSORS)
+        found.clear()
+        scaled_gemm.scaled_gemm(
+            torch.empty(m, k, dtype=FP8), torch.empty(n, k, dtype=FP8), scale_a, scale_b, torch.bfloat16,
+            fast=mode.endswith("_fast"), config=config, rows_a=rows_a, rows_b=rows_b,
+        )  # fmt: skip
+        results[f"{mode} {m}x{n}x{k}"] = list(found)
+    return results
+
+
+def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    for scaling in ("tensorwise", "rowwise", "1x128", "128x128"):
+        for name, (with_q, with_qt) in {"x": (True, False), "x.T": (False, True), "both": (True, True)}.items():
+            found.clear()
+            x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+            quantize.quantize(x, scaling, FP8, with_q=with_q, with_qt=with_qt)
+            results[f"{scaling} {name}"] = list(found)
+    return results
+
+
+if __name__ == "__main__":
+    noted: list[dict[str, Any]] = []
+    watch(noted)
+    json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted)}, sys.stdout)

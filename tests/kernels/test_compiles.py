@@ -1,0 +1,56 @@
+"""Our kernels compile for an H200 on a machine without one: FP8 tensor cores, nothing spilt, shared memory that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Bytes of shared memory and registers that a program of an H200 can have.
+SHARED, REGISTERS = 227 * 1024, 65536
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    cases = Path(__file__).with_name("compiled_cases.py")
+    done = subprocess.run(
+        [sys.executable, str(cases)], cwd=cases.parents[2], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(cases.parents[2]), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_gemms_use_fp8_tensor_cores(compiled: dict[str, Any]) -> None:
+    assert len(compiled["gemms"]) == 6
+    for case, kernels in compiled["gemms"].items():
+        first = kernels[0]
+        assert first["mma"], case
+        assert all(op.endswith(".f32.e4m3.e4m3") for op in first["mma"]), case
+        assert first["shared"] <= SHARED, case
+        # Rows of 13 bytes are read byte by byte; the provider pads them.
+        assert first["stack"] == 0 or case.endswith("x13"), case
+    # A contraction that is cut has a second kernel; descriptors where the contraction is long and aligned.
+    assert [k["kernel"] for k in compiled["gemms"]["rowwise_fast 1024x256x7680"]] == [
+        "_scaled_gemm_kernel", "_sum_parts_kernel"
+    ]  # fmt: skip
+    assert compiled["gemms"]["rowwise_fast 1024x256x7680"][0]["tma"]
+    assert not compiled["gemms"]["blockwise_128x128 1x1x13"][0]["tma"]
+
+
+def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
+    """They wait for memory: a multiprocessor must hold at least two programs of 256 threads."""
+    assert len(compiled["quantisers"]) == 12
+    for case, kernels in compiled["quantisers"].items():
+        for kernel in kernels:
+            assert kernel["stack"] == 0, case
+            assert 512 // (32 * kernel["warps"]) * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
+            assert kernel["shared"] * 2 <= SHARED, case
+        # One pass where a block lies in one tile, or a row in one program; else maxima first.
+        passes = 2 if case.startswith("tensorwise") or case in ("rowwise x.T", "rowwise both") else 1
+        assert len(kernels) == passes, case
