@@ -69,11 +69,13 @@ def _point(flops: int, quantize_us: float, gemm_us: float, baseline_us: float) -
 
 
 def _means(points: Sequence[dict[str, float] | None]) -> dict[str, float]:
-    """Geometric means over the layers that were measured, and how many those are."""
+    """Geometric means over the layers that were measured (of the share: the mean), and how many those are."""
     known = [p for p in points if p]
     names = ("TFLOP/s without quantising", "TFLOP/s", "speed-up without quantising", "speed-up")
     means = {name: round(math.exp(sum(math.log(p[name]) for p in known) / len(known)), 4) for name in names}
-    return {**means, "worst speed-up": min(p["speed-up"] for p in known), "layers": len(known)}
+    share = round(sum(p["share of quantising"] for p in known) / len(known), 4)
+    worst = min(p["speed-up"] for p in known)
+    return {**means, "worst speed-up": worst, "share of quantising": share, "layers": len(known)}
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -115,12 +117,13 @@ def main(
     (out / f"figure4_{table.target}.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, out / f"figure4_{table.target}.png")
     grid = Grid(title=f"loka27 forward, {table.meta.get('gpu', '')}: geometric means")
-    for column in ("kernel", "layers", "TFLOP/s alone", "TFLOP/s", "speed-up alone", "speed-up", "worst"):
+    for column in ("kernel", "layers", "TFLOP/s alone", "TFLOP/s", "speed-up alone", "speed-up", "worst", "quantising"):
         grid.add_column(column)
     for name, mean in result["geometric mean"].items():
         grid.add_row(
             name, str(mean["layers"]), f"{mean['TFLOP/s without quantising']:.0f}", f"{mean['TFLOP/s']:.0f}",
             f"{mean['speed-up without quantising']:.2f}", f"{mean['speed-up']:.2f}", f"{mean['worst speed-up']:.2f}",
+            f"{mean['share of quantising']:.0%}",
         )  # fmt: skip
     console().print(grid)
 

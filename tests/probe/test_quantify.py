@@ -225,8 +225,8 @@ def test_kernel_that_fails_on_the_cpu_is_emulated_and_logged(caplog):
 
 
 def test_for_another_device_a_library_that_is_absent_here_is_emulated():
-    row = one(run("h200", ["deepgemm"], a__0=samples(256, 256)), role="forward", recipe="blockwise")
-    assert get_provider("deepgemm").supported(device="cpu") is not None
+    row = one(run("h200", ["fbgemm"], a__0=samples(256, 256)), role="forward", recipe="rowwise")
+    assert get_provider("fbgemm").supported(device="cpu") is not None
     assert row.error_source == "emulated"
     assert row.refused == ""
     assert row.mere < 0.2
@@ -251,7 +251,8 @@ def test_emulation_is_shared_between_candidates(monkeypatch):
     table = run("h200", ["torch", "fbgemm"], a__0=samples(256, 256, roles=["forward"]))
     fast = one(table, provider="fbgemm", recipe="rowwise_fast")
     assert fast.mere == one(table, provider="torch", recipe="rowwise").mere
-    assert sorted(calls) == ["blockwise"] * 4 + ["rowwise"] * 4 + ["tensorwise"] * 4
+    recipes = ("blockwise", "blockwise_128x128", "blockwise_1x128", "rowwise", "tensorwise")
+    assert sorted(calls) == [recipe for recipe in recipes for _ in range(4)]
 
 
 # --- costs and refusals ---
@@ -266,8 +267,6 @@ def test_costs_are_the_targets_at_the_real_batch():
         assert (row.quantize_us, row.gemm_us) == (expected.quantize_us, expected.gemm_us)
         assert row.baseline_us == costs.baseline(Gemm("a#0", Role(role), m, n, k))
         assert row.speed_source == "cost table h200"
-    assert one(table, role="forward", provider="torch", recipe="rowwise").gemm_us == 34.4
-    assert one(table, role="forward", provider="torch", recipe="rowwise").baseline_us == 51.9
 
 
 def test_rows_speak_of_the_linear_layer_in_every_role():

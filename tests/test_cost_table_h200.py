@@ -1,0 +1,121 @@
+"""The shipped table of the H200: what it holds, and what follows from it for the models here."""
+
+from __future__ import annotations
+
+import csv
+import importlib.resources
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gemm_steps import linear_layers, plan_of
+from benchmarks.leave_one_out import predictions
+from benchmarks.ship_table import SHIPPED, shipped
+from loka_compile.bench.records import QUANTIZE, Records, Timing, kernel_key
+from loka_compile.bench.workload import gemms, read_layers
+from loka_compile.costs import CostTable
+from loka_compile.gemm import Gemm, Role
+from loka_compile.table import BASELINE
+
+FILE = importlib.resources.files("loka_compile") / "data" / "h200.csv"
+SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes" / "lrm.csv"
+TEXT = FILE.read_text()
+ROWS = list(csv.DictReader(line for line in TEXT.splitlines() if not line.startswith("#")))
+H200 = CostTable.load("h200")
+
+
+def test_file_is_small_and_says_where_it_comes_from():
+    assert len(TEXT.encode()) < 400_000
+    assert tuple(ROWS[0]) == SHIPPED
+    assert H200.meta["gpu"] == "NVIDIA H200"
+    for name in ("driver", "torch", "triton", "cuda", "mslk-cuda", "python", "date", "method", "bandwidth_gb_s"):
+        assert H200.meta[name], name
+    assert shipped(TEXT) == TEXT
+
+
+def test_every_layer_of_the_list_has_its_baselines_and_kernels():
+    wanted = gemms(read_layers(SHAPES), list(Role), ["bfloat16"])
+    found = {(r["m"], r["n"], r["k"], r["role"], r["dtype"]) for r in ROWS if r["provider"] == BASELINE[0]}
+    missing = [g for g in wanted if (str(g.m), str(g.n), str(g.k), g.role.value, g.dtype) not in found]
+    assert missing == []
+    from loka_compile.lowering.providers import get_provider
+
+    for provider, recipe in (("torch", "tensorwise_fast"), ("torch", "rowwise"), ("fbgemm", "rowwise_fast")):
+        kernel = get_provider(provider)
+        for gemm in wanted:
+            if not kernel.refuses_shape(gemm, kernel.recipe(recipe)):
+                assert H200.latency(gemm, provider, recipe).measured, (str(gemm), provider, recipe)
+
+
+def test_measured_times_come_back():
+    seen = 0
+    for row in ROWS:
+        gemm = Gemm("", Role(row["role"]), int(row["m"]), int(row["n"]), int(row["k"]), row["dtype"])
+        if row["provider"] == BASELINE[0]:
+            assert H200.baseline(gemm) == float(row["baseline_us"])
+        elif row["provider"] != QUANTIZE:
+            assert H200.latency(gemm, row["provider"], row["recipe"]).gemm_us == float(row["gemm_us"])
+        seen += 1
+    assert seen > 3000
+
+
+def test_spreads_are_small():
+    spreads = [float(row["spread"]) for row in ROWS]
+    assert statistics.median(spreads) < 0.01
+    assert statistics.quantiles(spreads, n=20)[18] < 0.15
+
+
+@pytest.mark.parametrize(
+    ("key", "median"),
+    [((*BASELINE, "forward", "bfloat16", False), 0.04), (("torch", "tensorwise", "", "float32", False), 0.04)],
+)
+def test_a_shape_that_is_left_out_is_predicted(key, median):
+    surface = H200.gemms[key]
+    off = [abs(t / surface.points[s] - 1) for s, (t, comparable) in predictions(surface).items() if comparable]
+    assert len(off) > 70
+    assert statistics.median(off) < median
+
+
+@pytest.mark.parametrize(
+    "gemm",
+    [
+        Gemm("", Role.GRAD_WEIGHT, 16, 8, 131_072), Gemm("", Role.GRAD_WEIGHT, 8, 16, 131_072),
+        Gemm("", Role.FORWARD, 131_072, 8, 16), Gemm("", Role.GRAD_INPUT, 131_072, 16, 8),
+        Gemm("", Role.FORWARD, 4096, 1, 64), Gemm("", Role.FORWARD, 1, 1024, 1024), Gemm("", Role.FORWARD, 1, 16, 16),
+        Gemm("", Role.FORWARD, 64, 64, 64), Gemm("", Role.FORWARD, 4096, 64, 64, "float32"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fp8_is_not_said_to_pay_for_thin_products(gemm):
+    for candidate in H200.candidates():
+        assert H200.baseline(gemm) / H200.latency(gemm, *candidate).total_us < 1.0, candidate
+
+
+def test_nothing_of_the_demos_model_pays_and_something_of_the_large_one_does():
+    assert set(plan_of(linear_layers("wukong", "demo", 4096), H200).counts()) == {"high_precision:native"}
+    counts = plan_of(linear_layers("wukong", "h200", 8192), H200).counts()
+    assert sum(n for name, n in counts.items() if name != "high_precision:native") > 10
+
+
+def test_loading_is_quick():
+    start = time.process_time()
+    table = CostTable.from_csv(str(FILE), "h200")
+    table.latency(Gemm("", Role.FORWARD, 3000, 3000, 3000), "torch", "rowwise")
+    assert time.process_time() - start < 1.5  # 0.2 s; surfaces are fitted when asked
+
+
+def test_shipping_keeps_every_time_and_drops_the_rest(tmp_path):
+    records = Records(tmp_path / "raw.csv", {"gpu": "G"})
+    gemm = Gemm("", Role.FORWARD, 64, 32, 16)
+    records.add(kernel_key(gemm, "torch", "rowwise"), Role.FORWARD, Timing(12.3456, 0.01234))
+    records.add(kernel_key(gemm, "fbgemm", "rowwise"), Role.FORWARD, Timing(98765.4, 0.0))
+    records.add_broken(kernel_key(gemm, "torch", "tensorwise"), Role.FORWARD, "why, oh why")
+    text = shipped((tmp_path / "raw.csv").read_text())
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        ",".join(SHIPPED),
+        "64,32,16,forward,bfloat16,fbgemm,rowwise,,,98800,,0",
+        "64,32,16,forward,bfloat16,torch,rowwise,,,12.3,,0.012",
+    ]
+    assert "# gpu: G" in text
