@@ -52,7 +52,7 @@ class Probe:
         budget: part of the training time that statistics may take beside it; None is no limit. Where it does not
             suffice, layers are sampled less often, in turns. What the taps themselves cost comes on top.
         grace: seconds of statistics that are free before the budget counts.
-        precision: "fp32", or "fp64" for covariances to 1e-10.
+        precision: "fp32", or "fp64" for covariances, U and V to 1e-10.
         full_limit: widest layer whose covariance is kept in full.
         momentum: of the weights' moving averages, 0.9 to 0.99.
         taps: "switched" (layers are tapped in sampled windows only; a compiled model has two graphs) or "always"

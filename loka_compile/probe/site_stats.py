@@ -30,7 +30,7 @@ WEIGHT_BYTES = 1 << 30
 class StatsOptions:
     """How statistics are kept."""
 
-    #: torch.float32, or torch.float64 for covariances to 1e-10.
+    #: torch.float32, or torch.float64 for covariances, U and V to 1e-10.
     dtype: torch.dtype = torch.float32
     #: Widest layer whose covariance is kept in full.
     full_limit: int = FULL_LIMIT
@@ -179,6 +179,7 @@ class SiteStats:
                 self.out_features,
                 self.in_features,
                 momentum=self.options.momentum,
+                dtype=self.options.dtype,
                 full_limit=self.options.full_limit,
                 device=self.device,
             )

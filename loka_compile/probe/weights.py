@@ -35,12 +35,13 @@ MOMENTUM = 0.95
 class Side:
     """The covariance of one side, U or V: one full matrix, or diagonal blocks (the last one padded with zeros)."""
 
-    def __init__(self, size: int, full_limit: int, device: torch.device) -> None:
+    def __init__(self, size: int, full_limit: int, dtype: torch.dtype, device: torch.device) -> None:
         """Start from the identity."""
         self.size = size
         block = size if size <= full_limit else min(BLOCK, size)
         count = -(-size // block)
-        self.inside = functional.pad(torch.ones(size, device=device), (0, count * block - size)).view(count, block)
+        ones = torch.ones(size, dtype=dtype, device=device)
+        self.inside = functional.pad(ones, (0, count * block - size)).view(count, block)
         self.blocks = torch.diag_embed(self.inside)
 
     def in_blocks(self, x: Tensor) -> Tensor:
@@ -89,11 +90,12 @@ class WeightTracker:
         rows: N.
         columns: K.
         momentum: m of the moving averages, 0.9 to 0.99.
+        dtype: torch.float32, or torch.float64: U and V to 1e-10 of what the equations give.
         full_limit: the longest side whose covariance is kept in full.
         device: where the statistics live; the weight must be there too.
 
     An update waits for the device (it has to know whether a factorisation succeeded), so the probe runs it beside the
-    training. Statistics are kept in fp32.
+    training.
     """
 
     def __init__(
@@ -102,21 +104,24 @@ class WeightTracker:
         columns: int,
         *,
         momentum: float = MOMENTUM,
+        dtype: torch.dtype = torch.float32,
         full_limit: int = FULL_LIMIT,
         device: torch.device | str = "cpu",
     ) -> None:
         """Start with no weight seen."""
+        if dtype not in (torch.float32, torch.float64):
+            raise ProbeError(f"statistics are kept in float32 or float64, not {dtype}")
         if not 0.0 < momentum < 1.0:
             raise ProbeError(f"momentum is {momentum}; it must lie between 0 and 1, the paper uses 0.9 to 0.99")
         self.rows, self.columns, self.momentum, self.full_limit = rows, columns, momentum, full_limit
-        device = torch.device(device)
+        self.dtype, device = dtype, torch.device(device)
         with plain_math(device):
-            self.u, self.v = Side(rows, full_limit, device), Side(columns, full_limit, device)
+            self.u, self.v = (Side(size, full_limit, dtype, device) for size in (rows, columns))
             self.v.blocks.mul_(_TINY)
             self.elementwise = rows * columns <= MEAN_LIMIT
             #: M itself, or the means of its rows [rows, 1] beside those of its columns [1, columns].
-            self.row_mean = torch.zeros(rows, columns if self.elementwise else 1, device=device)
-            self.column_mean = None if self.elementwise else torch.zeros(1, columns, device=device)
+            self.row_mean = torch.zeros(rows, columns if self.elementwise else 1, dtype=dtype, device=device)
+            self.column_mean = None if self.elementwise else torch.zeros(1, columns, dtype=dtype, device=device)
             self.amax = torch.zeros((), device=device)
             self.exponent = torch.zeros((), dtype=torch.int32, device=device)
         self.updates = 0
@@ -139,11 +144,11 @@ class WeightTracker:
         if weight.shape != (self.rows, self.columns):
             raise ProbeError(f"a weight of {tuple(weight.shape)} was given to statistics of {self.rows, self.columns}")
         with plain_math(self.device):
-            weight = weight.detach().to(torch.float32)
+            weight = weight.detach().to(self.dtype)
             if not bool(torch.isfinite(weight).all()):
                 self.skipped += 1
                 return False
-            scaled = weight * self._scale_for(weight.abs().amax())
+            scaled = weight * self._scale_for(weight.abs().amax().float())
             centred = scaled - self._scaled_mean() if self.updates else torch.zeros_like(scaled)
             self._move_mean(scaled)
             if not self.elementwise and not self.updates:
@@ -160,14 +165,14 @@ class WeightTracker:
     def _scale_for(self, amax: Tensor) -> Tensor:
         amax = torch.maximum(self.amax, amax)
         exponent = grown_exponent(self.exponent, self.amax, amax)
-        ratio = power_of_two((self.exponent - exponent).clamp(-126, 126), torch.float32)
+        ratio = power_of_two((self.exponent - exponent).clamp(-126, 126), self.dtype)
         if self.updates and bool(ratio != 1):
             self.row_mean *= ratio
             self.v.blocks *= ratio * ratio
             if self.column_mean is not None:
                 self.column_mean *= ratio
         self.amax, self.exponent = amax, exponent
-        return power_of_two(-exponent, torch.float32)
+        return power_of_two(-exponent, self.dtype)
 
     def _scaled_mean(self) -> Tensor:
         if self.column_mean is None:
@@ -199,7 +204,8 @@ class WeightTracker:
 
     def merge(self, other: WeightTracker) -> None:
         """Average with what another rank has seen, weighted by updates. Equal replicas stay as they are."""
-        if (other.rows, other.columns, other.full_limit) != (self.rows, self.columns, self.full_limit):
+        mine = (self.rows, self.columns, self.full_limit, self.dtype)
+        if (other.rows, other.columns, other.full_limit, other.dtype) != mine:
             raise ProbeError(f"weights of {self.rows, self.columns} and {other.rows, other.columns} differ in kind")
         self.skipped += other.skipped
         if not other.updates:
@@ -212,7 +218,7 @@ class WeightTracker:
         with plain_math(self.device):
             part = other.updates / (self.updates + other.updates)
             self._scale_for(other.amax)
-            ratio = power_of_two((other.exponent - self.exponent).clamp(-126, 126), torch.float32)
+            ratio = power_of_two((other.exponent - self.exponent).clamp(-126, 126), self.dtype)
             self.row_mean = torch.lerp(self.row_mean, other.row_mean * ratio, part)
             if self.column_mean is not None and other.column_mean is not None:
                 self.column_mean = torch.lerp(self.column_mean, other.column_mean * ratio, part)
@@ -244,7 +250,8 @@ class WeightTracker:
     def from_state(cls, state: dict[str, Tensor], device: torch.device | str = "cpu") -> WeightTracker:
         """The tracker whose ``state()`` this is."""
         updates, skipped, moved, limit, rows, columns = state["counts"].tolist()
-        new = cls(rows, columns, momentum=float(state["momentum"]), full_limit=limit, device=device)
+        momentum, dtype = float(state["momentum"]), state["u"].dtype
+        new = cls(rows, columns, momentum=momentum, dtype=dtype, full_limit=limit, device=device)
         if (new.u.blocks.shape, new.v.blocks.shape) != (state["u"].shape, state["v"].shape):
             raise ProbeError(f"the covariances stored for a weight of {rows, columns} are not of its size")
         new.updates, new.skipped, new.moved = updates, skipped, bool(moved)
@@ -268,8 +275,9 @@ class WeightTracker:
     def draw(self, generator: torch.Generator | None = None) -> Tensor:
         """A weight ``M + L_U Z L_V^T`` [rows, columns] in fp32, within its range."""
         with plain_math(self.device):
-            z = torch.randn(self.rows, self.columns, generator=generator, device=self.device)
+            z = torch.randn(self.rows, self.columns, dtype=self.dtype, generator=generator, device=self.device)
             z = self.u.from_blocks(self.u.cholesky(z.dtype).to(z.dtype) @ self.u.in_blocks(z))
             z = self.v.from_blocks(self.v.cholesky(z.dtype).to(z.dtype) @ self.v.in_blocks(z.mT)).mT
-            largest = torch.finfo(torch.float32).max * power_of_two(-self.exponent, torch.float32)
-            return (self._scaled_mean() + z).clamp(-largest, largest) * power_of_two(self.exponent, torch.float32)
+            largest = torch.finfo(torch.float32).max * power_of_two(-self.exponent, self.dtype)
+            drawn = (self._scaled_mean() + z).clamp(-largest, largest) * power_of_two(self.exponent, self.dtype)
+            return drawn.float()
