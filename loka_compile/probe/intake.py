@@ -157,7 +157,10 @@ class Intake:
         else:
             if x.is_cuda:
                 chosen = chosen.pin_memory().to(x.device, non_blocking=True)
-            rows = x[torch.unravel_index(chosen, x.shape[:-1])]  # a transposed x is not copied as a whole
+            if x.is_contiguous() or x.dim() == 2:
+                rows = x.reshape(batch, width).index_select(0, chosen)
+            else:  # a transposed x must not be copied as a whole
+                rows = x[torch.unravel_index(chosen, x.shape[:-1])]
         step = self._step
         self._submit("rows", name, rows, lambda: take(rows, keys, step, batch))
 

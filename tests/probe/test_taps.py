@@ -197,6 +197,13 @@ def test_layers_with_a_forward_of_their_own(backend: str | None) -> None:
     )
     assert p.stats["0#0"].grad_output.tracker.features == 4  # type: ignore[union-attr]
     assert p.stats["1#0"].input.n == 28
+    with probe(model, every=1, budget=None, rows=10) as q:  # a part of the rows: the same of input and gradient
+        train(model, 1, lambda _: model(x))
+    one = q.stats["0#0"]
+    assert one.input.n == one.grad_output.n == 10  # type: ignore[union-attr]
+    known = {tuple(row) for row in turned.astype(np.float32).tolist()}
+    assert {tuple(row) for row in one.input.reservoir.sample().tolist()} <= known
+    assert torch.equal(one.input.reservoir.keys[:10], one.grad_output.reservoir.keys[:10])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["wukong", "dcnv2", "dhen", "dlrm", "hstu", "interformer"])
