@@ -22,7 +22,7 @@ CONFIGS = {
     "split": GemmConfig(block_m=32, block_n=32, block_k=128, splits=3),
     "split-persistent": GemmConfig(block_m=32, block_n=32, block_k=128, tma=True, persistent=True, splits=2),
 }
-SHAPES = [(1, 40, 13), (37, 1, 256), (45, 300, 200), (130, 140, 700), (3, 33, 384)]
+SHAPES = [(1, 40, 13), (37, 1, 256), (130, 140, 700)]
 
 
 @pytest.fixture(autouse=True)

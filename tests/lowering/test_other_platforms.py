@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from loka_compile.gemm import MXFP8, ROWWISE_FNUZ, TENSORWISE_FNUZ, Gemm, Role, Scaling
 from loka_compile.lowering.providers import available_providers, get_provider, torch_mx
@@ -118,7 +119,7 @@ def test_mx_gemm_is_its_emulation(role, m, n, k):
 
 def test_mx_with_a_moving_batch_is_one_graph():
     provider = get_provider("torch_mx")
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda a, b: provider.gemm(a, True, b, True, MXFP8, torch.float32), backend=counter, fullgraph=True
     )
