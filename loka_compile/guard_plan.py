@@ -53,20 +53,22 @@ def layers_of(root: nn.Module) -> tuple[list[str], list[tuple[nn.Linear, int]]]:
     return names, layers
 
 
-def watched_gemms(given: Plan | None, layers: Mapping[str, nn.Linear]) -> tuple[Plan | None, dict[str, list[Watched]]]:
+def watched_gemms(
+    given: Plan | None, layers: Mapping[str, nn.Linear], has_run: bool = True
+) -> tuple[Plan | None, dict[str, list[Watched]]]:
     """The plan in force and its FP8 GEMMs, by site, of these layers.
 
     Args:
         given: the plan, or None: that of the reports of this model's compiles, the newest last. A model with graph
             breaks has several.
         layers: the model's linear layers by name.
+        has_run: whether the compiled model has been called.
     """
     decisions: dict[tuple[str, str], Decision] = {}
     gemms: dict[tuple[str, str], Gemm] = {}
     limits = given
-    for report in reports():
-        if report.plan is None or not _is_of(report, layers):
-            continue
+    for report in _reports_of(layers, has_run):
+        assert report.plan is not None
         limits = given or report.plan
         for decision in report.plan.decisions:
             decisions[decision.site, decision.role] = decision
@@ -100,14 +102,23 @@ def _described(site: str, role: Role, layer: nn.Linear) -> Gemm:
     return Gemm(site, role, *shape, dtype=str(layer.weight.dtype).removeprefix("torch."))
 
 
-def _is_of(report: Report, layers: Mapping[str, nn.Linear]) -> bool:
-    """Whether a report is of the model with these layers: it reads their weights.
+def _reports_of(layers: Mapping[str, nn.Linear], has_run: bool) -> list[Report]:
+    """The reports of this model's planned graphs: of those that read its weights.
 
-    Where a graph was compiled without its real parameters (buckets of DDP), the shapes of sites have to do.
+    Where it has run and there is none, those whose layers have the same names and shapes: Dynamo lets a second model
+    run in the code that was compiled for a first one like it, and buckets of DDP are compiled without real parameters.
     """
-    if report.parameters:
-        weights = {id(layer.weight) for layer in layers.values()}
-        return any(id(parameter()) in weights for parameter in report.parameters)
+    found = reports()
+    weights = {id(layer.weight) for layer in layers.values()}
+    mine = [r for r in found if any(id(parameter()) in weights for parameter in r.parameters)]
+    if not mine and has_run:
+        mine = [r for r in found if _looks_like(r, layers)]
+    return [r for r in mine if r.plan is not None]
+
+
+def _looks_like(report: Report, layers: Mapping[str, nn.Linear]) -> bool:
     shapes = {g.gemm.site: (g.gemm.n, g.gemm.k) for g in report.gemms if g.gemm.role is Role.FORWARD}
-    known = {site.rpartition("#")[0]: shape for site, shape in shapes.items() if site.rpartition("#")[0] in layers}
-    return bool(known) and all(tuple(layers[name].weight.shape) == shape for name, shape in known.items())
+    return bool(shapes) and all(
+        name in layers and tuple(layers[name].weight.shape) == shape
+        for name, shape in ((site.rpartition("#")[0], shape) for site, shape in shapes.items())
+    )

@@ -22,7 +22,7 @@ SPINE = {
     "compile_fx",
     "explain",
     "frozen",
-    "guard",
+    "drift_guard",
     "guard_plan",
     "planning",
     "put_back",

@@ -16,6 +16,7 @@ from loka_compile.drift import Check, Drift
 from loka_compile.errors import ProbeError
 from loka_compile.gemm import Role
 from loka_compile.plan import Decision, Plan
+from loka_compile.put_back import is_put_back, put_back, restore
 
 
 class Towers(nn.Module):
@@ -206,8 +207,6 @@ def test_training_is_bit_identical_under_the_guard(no_codegen):
 
 
 def test_copies_and_pickles_of_a_layer_put_back_are_of_its_own_class(no_codegen):
-    from loka_compile.put_back import is_put_back, put_back
-
     layer = nn.Linear(3, 4)
     put_back(layer)
     put_back(layer)
@@ -216,8 +215,6 @@ def test_copies_and_pickles_of_a_layer_put_back_are_of_its_own_class(no_codegen)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(other) is nn.Linear
         assert torch.equal(other.weight, layer.weight)
-    from loka_compile.put_back import restore
-
     restore(layer)
     assert type(layer) is nn.Linear
 
@@ -255,7 +252,7 @@ def test_ranks_agree_on_what_leaves(tmp_path):
     code = """
         import sys, torch, torch.distributed as dist
         from torch import nn
-        from loka_compile.guard import agreed
+        from loka_compile.drift_guard import agreed
         rank, where = int(sys.argv[1]), sys.argv[2]
         dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
         leaving = {"b#0"} if rank else set()
@@ -304,6 +301,32 @@ def test_strikes_have_hysteresis():
     assert single.add(Check("a#0", "forward", "x:y", math.nan)) is None
     assert single.add(Check("a#0", "forward", "x:y", 0.126)) is not None
     assert single.add(Check("b#0", "forward", "x:y", math.inf)) is not None
+
+
+def test_a_second_model_in_the_code_of_a_first_one(no_codegen):
+    """Dynamo compiles nothing for it; the guard finds what it runs, and puts its layer back, not the other's."""
+    first, compiled = compile_towers(plan())
+    train(first, compiled, 2)
+    watch = Watch()
+    second = Towers()
+    again = torch.compile(second, backend="loka", options={"plan": plan(), "mods": "none"})
+    with loka_compile.guard(second, every=1, budget=None) as guard:
+        train(second, again, 8, guard, drift_from=0)
+    assert set(guard.departed) == {"a#0"}
+    assert is_put_back(type(second.a))
+    assert not is_put_back(type(first.a))
+    before = len(watch.reports)
+    train(first, compiled, 2)
+    assert len(watch.reports) == before
+
+
+def test_the_public_name_is_a_function_whatever_was_imported():
+    import loka_compile.drift_guard
+    import loka_compile.guard_plan
+
+    assert isinstance(loka_compile.guard(Towers()), loka_compile.drift_guard.Guard)
+    assert loka_compile.Guard is loka_compile.drift_guard.Guard
+    assert loka_compile.guard_plan.layers_of(Towers())[0] == ["a", "b"]
 
 
 def test_a_given_plan_says_what_to_watch():

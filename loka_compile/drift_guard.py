@@ -205,7 +205,7 @@ class Guard:
 
     def _learn_plan(self) -> bool:
         """Which FP8 kernels run. A plan may come late (``table="auto"`` samples first), and part by part."""
-        plan, watched = watched_gemms(self._given, {name: module for name, module, _ in self._layers})
+        plan, watched = watched_gemms(self._given, {name: module for name, module, _ in self._layers}, self.steps > 0)
         if plan is not None and self._drift is None:
             self._drift = Drift(plan, self.patience)
         elif plan is not None and self._drift is not None:
