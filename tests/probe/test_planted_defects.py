@@ -20,7 +20,7 @@ EXPECTED = {
 
 
 def test_the_probes_inputs_find_what_standard_normal_ones_miss(tmp_path: Path) -> None:
-    rows = planted_defects.main(["--steps", "60", "--pairs", "3", "--out", str(tmp_path)])
+    rows = planted_defects.main(["--steps", "60", "--pairs", "2", "--out", str(tmp_path)])
     assert {row["defect"] for row in rows} == EXPECTED == {defect.name for defect in DEFECTS}
     assert all(row["probe_verdict"] == "found" and row["probe"] > 1.2 for row in rows)
     verdicts = {row["defect"]: row["normal_verdict"] for row in rows}
