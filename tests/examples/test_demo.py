@@ -98,7 +98,9 @@ def test_loka_arm_probes_plans_and_runs_fp8(clicks, tmp_path, monkeypatch):
     assert sum(result["counts"].values()) == len(result["gemms"])
     for gemm in chosen:
         winner = next(c for c in gemm["candidates"] if c["kernel"] == gemm["kernel"])
-        assert (winner["mere"], winner["speedup"]) == (gemm["mere"], gemm["speedup"])
+        assert winner["mere"] == gemm["mere"]
+        # The candidate's speed-up is its own, the decision's that in company: a shared quantisation counts once.
+        assert winner["speedup"] <= gemm["speedup"]
         assert 0 < gemm["mere"] <= 0.2
         assert len(gemm["shape"]) == 3
     # Prediction layers have one output; FP8 kernels take none.
