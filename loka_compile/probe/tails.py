@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,7 @@ class TailSketch:
         magnitudes = rows.detach().abs().float().numpy()
         for index, sketch in enumerate(self.sketches):
             sketch.update(np.ascontiguousarray(magnitudes[:, index * self.group : (index + 1) * self.group]).ravel())
+            time.sleep(0)  # lets the thread that trains have the interpreter, which a sketch holds for some 0.1 ms
 
     def merge(self, other: TailSketch) -> None:
         """Add what ``other`` has seen."""

@@ -179,7 +179,8 @@ class Streams:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=0)
         stream = self._streams[device]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Blocking: waiting for it must not keep a core busy.
+        begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         with torch.cuda.device(device), torch.cuda.stream(stream):
             if ready is not None:
                 stream.wait_event(ready)
