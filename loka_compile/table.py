@@ -41,9 +41,9 @@ Key = tuple[str, str, int, int, int, int, str, str, str]
 class Measurement:
     """One candidate kernel of one GEMM. Times in microseconds; NaN is "not known"; errors are against fp64.
 
-    ``mere`` is what the gate asks about: the mean of |out - ref| / max(|ref|, 0.05 RMS), with the RMS of the whole result
-    or, if that gives more and the rows are samples (forward, grad_input), of each row; on drawn operands or on raw rows,
-    whichever is worse.
+    ``mere`` is what the gate asks about: the mean of |out - ref| / max(|ref|, 0.05 RMS), with the RMS of the whole
+    result or, if that gives more and the rows are samples (forward, grad_input), of each row; on drawn operands or on
+    raw rows, whichever is worse.
 
     Raises:
         UnknownNameError: ``role`` is not one of forward, grad_input, grad_weight.
