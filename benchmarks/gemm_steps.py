@@ -27,8 +27,8 @@ from loka_compile.costs import CostTable
 from loka_compile.gemm import Role
 from loka_compile.header import Header
 from loka_compile.lowering.providers import get_provider
-from loka_compile.operands import OPERANDS, TRANSPOSED, form
 from loka_compile.plan import Plan, make_plan
+from loka_compile.selection.operands import OPERANDS, TRANSPOSED, form
 from loka_compile.table import BASELINE, Measurement, Table
 
 #: Provider and recipe.

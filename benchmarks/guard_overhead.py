@@ -25,7 +25,7 @@ import torch
 
 import loka_compile
 from benchmarks.probe_overhead import build
-from loka_compile.drift_guard import Guard
+from loka_compile.drift.guard import Guard
 from loka_compile.jsonio import atomic_write, dumps
 from loka_compile.machine import describe
 from loka_compile.probe.errors import confidence_interval

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from loka_compile.apply_mods import apply_mods
     from loka_compile.backend import loka
     from loka_compile.config import LokaConfig
-    from loka_compile.drift_guard import Guard, guard
+    from loka_compile.drift.guard import Guard, guard
     from loka_compile.explain import explain
     from loka_compile.frozen import thaw
     from loka_compile.loss import loss_of_plan, loss_sensitivity, plan_by_loss
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BlockNorm": "nn",
     "Changes": "passes.base",
-    "Guard": "drift_guard",
+    "Guard": "drift.guard",
     "HardSwish": "nn",
     "LokaConfig": "config",
     "Match": "passes.base",
@@ -46,7 +46,7 @@ _HOME = {
     "Tier": "passes.base",
     "apply_mods": "apply_mods",
     "explain": "explain",
-    "guard": "drift_guard",
+    "guard": "drift.guard",
     "loka": "backend",
     "loss_of_plan": "loss",
     "loss_sensitivity": "loss",

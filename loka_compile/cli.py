@@ -20,8 +20,8 @@ from loka_compile.bench.command import bench
 from loka_compile.errors import CorruptFileError, LokaError
 from loka_compile.plan import Decision, Plan, make_plan
 from loka_compile.probe.command import make, probe
+from loka_compile.selection.thresholds import as_mapping, parse_per_site
 from loka_compile.table import Header, Measurement, Table
-from loka_compile.thresholds import as_mapping, parse_per_site
 
 app = typer.Typer(name="loka", help="FP8 for recommendation models: tables, plans, measurements.", no_args_is_help=True)
 table_app = typer.Typer(help="Tables: what was measured.", no_args_is_help=True)

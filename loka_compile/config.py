@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loka_compile.errors import ConfigError, UnknownNameError, UnknownOptionError
-from loka_compile.thresholds import check_limit, overrides
+from loka_compile.selection.thresholds import check_limit, overrides
 
 if TYPE_CHECKING:
     from loka_compile.plan import Plan
+    from loka_compile.selection.thresholds import Override, PerSite
     from loka_compile.table import Table
-    from loka_compile.thresholds import Override, PerSite
 
 #: The Mods of the paper's section III-B, in the order in which they run.
 MODS = ("bias_removal", "block_norm", "hard_swish")

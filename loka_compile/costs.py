@@ -11,7 +11,7 @@ all shapes. What was not measured is derived by these rules, and all of it is an
   bytes at the rate of the same quantiser.
 * An operand with a proven bound costs nothing under tensorwise scaling: the scale is fixed and the cast is fused into
   the producer. Under the other scalings an amax remains, and so does the cost. Its transposed copy is still paid for.
-* Every GEMM pays for both its operands here; what GEMMs share is credited where a plan is made (selection.py), from the
+* Every GEMM pays for both its operands here; what GEMMs share is credited where a plan is made (selection/), from the
   parts that ``Latency`` keeps apart.
 * On a target with fused kernels, a tensorwise operand that such a kernel quantises (``Gemm.a_fused``, ``b_fused``)
   costs the bytes it adds, at the copy bandwidth.
@@ -33,7 +33,7 @@ from loka_compile.cost_file import RECIPES, GemmKey, Points, QuantizeKey, odd_ge
 from loka_compile.cost_surface import Shape, Surface
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
-from loka_compile.operands import LAYOUT_FREE, TRANSPOSED
+from loka_compile.selection.operands import LAYOUT_FREE, TRANSPOSED
 from loka_compile.table import BASELINE
 
 _SUFFIX = ".csv"
@@ -55,7 +55,8 @@ class Latency:
     gemm_us: float
     measured: bool = False
     #: The parts of quantize_a_us and quantize_b_us that are the layout's: a transposed copy of what is quantised
-    #: anyway, or the bytes that a fused kernel writes for it. The rest serves every reader of that form (operands.py).
+    #: anyway, or the bytes that a fused kernel writes for it. The rest serves every reader of that form
+    #: (selection/operands.py).
     a_layout_us: float = 0.0
     b_layout_us: float = 0.0
     comparable: bool = True

@@ -1,6 +1,6 @@
 """The plan: which kernel every GEMM gets, and why. A pure function of the table and the thresholds. No torch import.
 
-How it is made stands in selection.py. Every candidate keeps the reason it lost, so that "why not" has an answer.
+How it is made stands in selection/. Every candidate keeps the reason it lost, so that "why not" has an answer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka_compile import jsonio
-from loka_compile.decision import BatchRange, Decision, Verdict
 from loka_compile.errors import ConfigError, CorruptFileError, TableError, UnknownNameError
 from loka_compile.gemm import Role
-from loka_compile.selection import decide
+from loka_compile.selection.choose import decide
+from loka_compile.selection.decision import BatchRange, Decision, Verdict
+from loka_compile.selection.thresholds import Limits, Override, PerSite, Thresholds, as_mapping, overrides
 from loka_compile.table import BASELINE, Header, Table
-from loka_compile.thresholds import Limits, Override, PerSite, Thresholds, as_mapping, overrides
 
 __all__ = ["FORMAT", "VERSION", "BatchRange", "Decision", "Plan", "PlanChange", "Verdict", "make_plan"]
 
@@ -234,7 +234,7 @@ def make_plan(
     and a plan should not turn FP8 off because few rows were sampled. An error that is NaN or infinite never passes.
     Ties in time go to the smaller error, then to the name.
 
-    GEMMs that share a quantised operand are decided together: see selection.py. Rows for several batch sizes make the
+    GEMMs that share a quantised operand are decided together: see selection/. Rows for several batch sizes make the
     time a function of the batch size, and the plan may hold a kernel per range of it; an error counts with its worst.
 
     Args:

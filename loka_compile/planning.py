@@ -16,16 +16,16 @@ from torch import fx
 from loka_compile._compat.shapes import size_hint
 from loka_compile.config import LokaConfig
 from loka_compile.costs import CostTable, target_of_device_name
+from loka_compile.drift.put_back import sites_put_back
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import NATIVE, Role
 from loka_compile.header import Header
 from loka_compile.passes.nodes import argument, kind, subgraphs
 from loka_compile.passes.sites import learnt_weight, name_sites
 from loka_compile.plan import Plan, make_plan
-from loka_compile.put_back import sites_put_back
+from loka_compile.selection.thresholds import Limits, overrides
 from loka_compile.store import load_cached
 from loka_compile.table import Measurement, Table
-from loka_compile.thresholds import Limits, overrides
 
 
 @dataclass

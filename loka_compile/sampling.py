@@ -23,8 +23,8 @@ from loka_compile.lowering.fused.match import ALIAS, CONVERT, is_call, strip
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.joint import gemms_of
 from loka_compile.lowering.roles import MatMul
-from loka_compile.operands import OPERANDS
 from loka_compile.probe.quantify import SiteSamples
+from loka_compile.selection.operands import OPERANDS
 
 #: Rows kept of one activation or gradient over all calls.
 ROWS = 512

@@ -92,7 +92,7 @@ class Measurement:
     error_source: str = "none"
     #: Empty, or why this candidate cannot be used.
     refused: str = ""
-    #: What quantize_us consists of, so that GEMMs which share an operand pay for it once (operands.py). ``form`` names
+    #: What quantize_us consists of, so that GEMMs which share an operand pay for it once (selection/). ``form`` names
     #: the quantised form of operand A or B, "" if it is not known: then nothing is shared. ``once_us`` is paid once per
     #: form of a tensor, ``layout_us`` once per layout of it.
     a_form: str = ""
@@ -251,7 +251,7 @@ class Table:
 
         Fitted to the rows of that candidate: a constant where there is one batch size. None where a time is not known.
         """
-        from loka_compile.batch_cost import fit
+        from loka_compile.selection.batch_cost import fit
 
         wanted = (site, str(role), provider, recipe)
         rows = [row for row in self.rows if (row.site, row.role, row.provider, row.recipe) == wanted]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loka_compile.combination import Option, best, components, total
+from loka_compile.selection.combination import Option, best, components, total
 
 ITEMS = ["x tensorwise", "x rowwise", "w tensorwise", "dy tensorwise", "dy rowwise", "x copy"]
 costs = st.integers(0, 40).map(Fraction)

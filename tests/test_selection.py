@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from loka_compile.batch_cost import Line, crossing, envelope, fit
 from loka_compile.gemm import Role
-from loka_compile.operands import OPERANDS, TRANSPOSED
 from loka_compile.plan import Plan, make_plan
+from loka_compile.selection.batch_cost import Line, crossing, envelope, fit
+from loka_compile.selection.operands import OPERANDS, TRANSPOSED
 from loka_compile.table import BASELINE, Header, Measurement, Table
 
 ROLES = [r.value for r in Role]

@@ -4,8 +4,8 @@ import pytest
 
 from loka_compile.errors import ConfigError, CorruptFileError
 from loka_compile.plan import Plan, make_plan
+from loka_compile.selection.thresholds import Limits, overrides
 from loka_compile.table import Header, Measurement, Table
-from loka_compile.thresholds import Limits, overrides
 
 
 def row(site, recipe="rowwise", provider="torch", mere=0.15, total=10.0, base=20.0):

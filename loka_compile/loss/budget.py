@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from loka_compile.candidates import Candidate, Key, candidates_of, native_of
-from loka_compile.combination import Item
-from loka_compile.decision import Decision, Verdict
 from loka_compile.errors import ConfigError
 from loka_compile.loss.effects import Effect, Sensitivity
 from loka_compile.plan import Plan
+from loka_compile.selection.candidates import Candidate, Key, candidates_of, native_of
+from loka_compile.selection.combination import Item
+from loka_compile.selection.decision import Decision, Verdict
+from loka_compile.selection.thresholds import Limits, PerSite
 from loka_compile.table import BASELINE, Table
-from loka_compile.thresholds import Limits, PerSite
 
 #: A tolerance that recommendation models are held to (relative log loss): 0.02 %.
 TOLERANCE = 2e-4

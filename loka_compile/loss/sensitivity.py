@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka_compile.candidates import candidates_of
 from loka_compile.config import LokaConfig
 from loka_compile.errors import ConfigError
 from loka_compile.gemm import Role
 from loka_compile.loss.effects import Arm, Effect, Running, Sensitivity, student
 from loka_compile.loss.switches import Kernel, Key, Switchboard
 from loka_compile.plan import Plan
+from loka_compile.selection.candidates import candidates_of
+from loka_compile.selection.thresholds import Limits, PerSite
 from loka_compile.table import Table
-from loka_compile.thresholds import Limits, PerSite
 
 #: ``loss_fn(model, batch)``: runs the model it is given and returns the batch's loss, one number or one per example.
 LossFn = Callable[[Callable[..., Any], Any], Tensor]

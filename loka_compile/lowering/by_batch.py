@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loka_compile.decision import BatchRange
+from loka_compile.selection.decision import BatchRange
 from loka_compile.gemm import NATIVE
 
 #: Which of the GEMM's sizes m, n, k the batch is.

@@ -23,10 +23,10 @@ import torch
 from loka_compile import machine
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.errors import ProbeError
-from loka_compile.operands import tensor
 from loka_compile.probe.gate import Effort
 from loka_compile.probe.samples import SiteSamples
 from loka_compile.probe.site_errors import SiteErrors
+from loka_compile.selection.operands import tensor
 from loka_compile.table import BASELINE, Header, Measurement, Table
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
-from loka_compile.operands import OPERANDS, TRANSPOSED, form
 from loka_compile.probe.gate import Effort, Score, remarks, score, worse
 from loka_compile.probe.runs import Candidate, Operand, Pair, Runs
 from loka_compile.probe.samples import Batches, Draw, SiteSamples, cut
+from loka_compile.selection.operands import OPERANDS, TRANSPOSED, form
 from loka_compile.table import BASELINE, Measurement
 
 if TYPE_CHECKING:

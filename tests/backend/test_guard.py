@@ -12,11 +12,11 @@ from helpers_backend import Watch, plan_for, python
 from torch import nn
 
 import loka_compile
-from loka_compile.drift import Check, Drift
+from loka_compile.drift.put_back import is_put_back, put_back, restore
+from loka_compile.drift.strikes import Check, Drift
 from loka_compile.errors import ProbeError
 from loka_compile.gemm import Role
 from loka_compile.plan import Decision, Plan
-from loka_compile.put_back import is_put_back, put_back, restore
 
 
 class Towers(nn.Module):
@@ -252,7 +252,7 @@ def test_ranks_agree_on_what_leaves(tmp_path):
     code = """
         import sys, torch, torch.distributed as dist
         from torch import nn
-        from loka_compile.drift_guard import agreed
+        from loka_compile.drift.guard import agreed
         rank, where = int(sys.argv[1]), sys.argv[2]
         dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
         leaving = {"b#0"} if rank else set()
@@ -321,17 +321,17 @@ def test_a_second_model_in_the_code_of_a_first_one(no_codegen):
 
 
 def test_the_public_name_is_a_function_whatever_was_imported():
-    import loka_compile.drift_guard
-    import loka_compile.guard_plan
+    import loka_compile.drift.guard
+    import loka_compile.drift.in_use
 
-    assert isinstance(loka_compile.guard(Towers()), loka_compile.drift_guard.Guard)
-    assert loka_compile.Guard is loka_compile.drift_guard.Guard
-    assert loka_compile.guard_plan.layers_of(Towers())[0] == ["a", "b"]
+    assert isinstance(loka_compile.guard(Towers()), loka_compile.drift.guard.Guard)
+    assert loka_compile.Guard is loka_compile.drift.guard.Guard
+    assert loka_compile.drift.in_use.layers_of(Towers())[0] == ["a", "b"]
 
 
 def test_a_given_plan_says_what_to_watch():
     """Also where the reports know nothing."""
-    from loka_compile.guard_plan import watched_gemms
+    from loka_compile.drift.in_use import watched_gemms
 
     given = plan_for({"a#0 forward": "emulated:rowwise", "c#0 forward": "emulated:rowwise"})
     found, watched = watched_gemms(given, {"a": nn.Linear(3, 4), "b": nn.Linear(3, 4)})

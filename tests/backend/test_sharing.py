@@ -8,8 +8,8 @@ from torch import nn
 
 from loka_compile.gemm import Gemm, Role
 from loka_compile.lowering.providers import get_provider
-from loka_compile.operands import OPERANDS, TRANSPOSED, form, tensor
 from loka_compile.probe.site_errors import _forms
+from loka_compile.selection.operands import OPERANDS, TRANSPOSED, form, tensor
 from loka_compile.table import BASELINE, Header, Measurement, Table
 
 RECIPES = get_provider("emulated").recipes

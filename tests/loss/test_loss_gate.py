@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loka_compile.candidates import candidates_of
 from loka_compile.errors import ConfigError, CorruptFileError, StaleTableError, UnknownNameError
 from loka_compile.loss import Sensitivity, loss_of_plan, loss_sensitivity, plan_by_loss
 from loka_compile.loss.effects import Running
 from loka_compile.loss.switches import Switchboard
 from loka_compile.lowering.providers import get_provider
 from loka_compile.plan import make_plan
+from loka_compile.selection.candidates import candidates_of
+from loka_compile.selection.thresholds import Limits
 from loka_compile.table import Header, Measurement, Table
-from loka_compile.thresholds import Limits
 
 FORWARD, WEIGHT = "forward", "grad_weight"
 

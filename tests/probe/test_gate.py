@@ -13,7 +13,6 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from loka_compile.decision import Decision, Verdict
 from loka_compile.errors import ProbeError
 from loka_compile.gemm import ROWWISE, TENSORWISE, Gemm, Recipe, Role
 from loka_compile.lowering.providers import get_provider
@@ -24,6 +23,7 @@ from loka_compile.probe.gate import Effort, remarks, score, worse
 from loka_compile.probe.quantify import quantify
 from loka_compile.probe.samples import SiteSamples
 from loka_compile.report import LoweredGemm, Report
+from loka_compile.selection.decision import Decision, Verdict
 from loka_compile.table import Measurement, Table
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from loka_compile.batch_cost import Line, fit
-from loka_compile.combination import Item
-from loka_compile.decision import Verdict
 from loka_compile.gemm import Role
-from loka_compile.operands import OPERANDS, TRANSPOSED, tensor
+from loka_compile.selection.batch_cost import Line, fit
+from loka_compile.selection.combination import Item
+from loka_compile.selection.decision import Verdict
+from loka_compile.selection.operands import OPERANDS, TRANSPOSED, tensor
+from loka_compile.selection.thresholds import Limits, Thresholds
 from loka_compile.table import BASELINE, Measurement, Table
-from loka_compile.thresholds import Limits, Thresholds
 
 #: Site and role.
 Key = tuple[str, str]

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 
-from loka_compile import combination
-from loka_compile.batch_cost import Line, envelope
-from loka_compile.candidates import INACCURATE, Candidate, Key, candidates_of, native_of
-from loka_compile.combination import Item, Option
-from loka_compile.decision import BatchRange, Decision, Verdict
+from loka_compile.selection import combination
+from loka_compile.selection.batch_cost import Line, envelope
+from loka_compile.selection.candidates import INACCURATE, Candidate, Key, candidates_of, native_of
+from loka_compile.selection.combination import Item, Option
+from loka_compile.selection.decision import BatchRange, Decision, Verdict
+from loka_compile.selection.thresholds import Limits
 from loka_compile.table import BASELINE, Table
-from loka_compile.thresholds import Limits
 
 _NATIVE = ":".join(BASELINE)
 

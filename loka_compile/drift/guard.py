@@ -2,7 +2,7 @@
 
 A plan is made from what was seen when it was made. Every ``every``-th step the guard looks, through the probe's taps,
 at some rows of what each FP8 layer sees now, and measures the planned kernel's error on them beside the training,
-within a time budget. A site that has left its safe range (drift.py) goes back to high precision at the next step
+within a time budget. A site that has left its safe range (strikes.py) goes back to high precision at the next step
 boundary.
 """
 
@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from loka_compile.drift import Check, Departure, Drift
+from loka_compile.drift.in_use import Watched, layers_of, watched_gemms
+from loka_compile.drift.put_back import put_back, restore
+from loka_compile.drift.strikes import Check, Departure, Drift
 from loka_compile.errors import ProbeError
-from loka_compile.guard_plan import Watched, layers_of, watched_gemms
 from loka_compile.plan import Plan
 from loka_compile.probe import taps as tapping
 from loka_compile.probe.intake import world_size
 from loka_compile.probe.live import LiveRows, Rows, live_error
 from loka_compile.probe.probe import unwrapped
 from loka_compile.probe.worker import Budget, Streams, Worker
-from loka_compile.put_back import put_back, restore
 
 logger = logging.getLogger(__name__)
 
