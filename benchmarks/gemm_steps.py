@@ -226,6 +226,7 @@ def measure(
     workers: int,
     seconds: float,
     found: Callable[[Group, dict[str, Timing | str]], None],
+    out_of_time: Callable[[], bool] = lambda: False,
 ) -> None:
     """Compile all steps in parallel, for at most ``seconds``, then time group after group.
 
@@ -237,6 +238,7 @@ def measure(
         workers: processes that compile; 0 compiles where it is timed.
         seconds: for compiling. A step that is not ready by then is left out, and so is its arm.
         found: called with each group and its timings.
+        out_of_time: asked before each group; the rest is left out when it is True.
     """
     steps = list(dict.fromkeys(s for g in groups for arm in g.arms.values() for s in arm if not s.is_native))
     calls: list[Job] = list(dict.fromkeys(call for step in steps for call in _first_calls(step)))
@@ -246,6 +248,8 @@ def measure(
         problems = {step: _problem(preparation, step) for step in steps}
     with torch.no_grad():
         for group in groups:
+            if out_of_time():
+                return
             makers, timings = {}, dict[str, Timing | str]()
             for name, arm in group.arms.items():
                 wrong = next((problems[s] for s in arm if problems.get(s)), None)

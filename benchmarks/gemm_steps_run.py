@@ -41,10 +41,13 @@ class Run:
         atomic_write(self.path, lambda file: file.write(text.encode()))
 
     def measure(
-        self, groups: Sequence[Group], *, seconds: float, workers: int = -1, timer: Timer | None = None,
+        self, groups: Sequence[Group], *, limit: float, workers: int = -1, timer: Timer | None = None,
         operands: Operands | None = None,
     ) -> None:  # fmt: skip
-        """Time all groups; see :func:`benchmarks.gemm_steps.measure`. On a CPU a timer must be given."""
+        """Time all groups within ``limit`` seconds from the start; see :func:`benchmarks.gemm_steps.measure`.
+
+        More than half of them are for compiling. On a CPU a timer must be given.
+        """
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if timer is None else 1
         configure()
         with Progress() as progress:
@@ -61,7 +64,9 @@ class Run:
             try:
                 measure(
                     groups, timer or GraphTimer(), operands or Operands(torch.device("cuda")), l2=l2,
-                    workers=(os.cpu_count() or 1) if workers < 0 else workers, seconds=seconds, found=found,
+                    workers=(os.cpu_count() or 1) if workers < 0 else workers, 
+                    seconds=0.55 * limit - (time.monotonic() - self.started), found=found,
+                    out_of_time=lambda: time.monotonic() - self.started > limit,
                 )  # fmt: skip
             except DeviceLostError as error:
                 # What was measured before stays; the summary says what is missing.
