@@ -87,8 +87,12 @@ def compile_only(function: Callable[..., object], *inputs: torch.Tensor) -> None
     """Compile ``function`` for these inputs with Inductor into the caches, without a launch."""
     from torch._inductor.compile_fx import compile_fx
 
+    done = False
+
     def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., object]:
+        nonlocal done
         compile_fx(gm, example_inputs)
+        done = True
 
         def stop(*_: object) -> object:
             raise _CompiledError
@@ -99,9 +103,10 @@ def compile_only(function: Callable[..., object], *inputs: torch.Tensor) -> None
     try:
         with torch.no_grad():
             torch.compile(function, backend=backend, dynamic=False, fullgraph=True)(*inputs)
-    except _CompiledError:
-        return
-    raise RuntimeError("the compiled function was not called")
+    except Exception:
+        # Of a module, Dynamo traces on into what handles the exception, and stumbles there.
+        if not done:
+            raise
 
 
 def configure(patient: bool = False) -> None:

@@ -10,6 +10,7 @@ from benchmarks import predicted, table6
 from benchmarks.gemm_steps import Group, LayerStep, LinearLayer, linear_layers, plan_of, predicted_us, step_of
 from benchmarks.gemm_steps_run import Run
 from loka_compile.bench.operands import Operands
+from loka_compile.bench.prepare import compile_only
 from loka_compile.bench.records import Timing
 from loka_compile.cost_file import parse
 from loka_compile.costs import CostTable
@@ -87,6 +88,33 @@ def test_a_shared_quantisation_is_the_same_operators_twice():
     of_x = [n for n in amax if n.args[0].args[0] is x or x in n.args[0].args[0].args]
     assert (len(amax), len(of_x)) == (4, 2)
     assert of_x[0].args[1:] == of_x[1].args[1:]
+
+
+def test_a_step_is_compiled_into_the_caches_without_running(monkeypatch):
+    """And what is compiled where it is timed is found there."""
+    from torch._inductor import compile_fx
+
+    graphs = []
+
+    def pretend(gm, inputs, **_):
+        graphs.append([(n.op, str(n.target)) for n in gm.graph.nodes])
+        return gm.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", pretend)
+    step = LayerStep(64, 128, 32, ((FORWARD, EMULATED), (GRAD_WEIGHT, EMULATED)), "float32")
+    tensors = [torch.randn(*shape) for shape in step.shapes]
+    with torch.no_grad():
+        compile_only(step.traced(*tensors), *tensors)
+        step.compiled(*tensors)(*tensors)
+    assert len(graphs) == 2
+    assert graphs[0] == graphs[1]
+
+    def fail(*_, **__):
+        raise RuntimeError("no code for this")
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    with pytest.raises(Exception, match="no code for this"):
+        compile_only(step.traced(*tensors), *tensors)
 
 
 def test_what_a_kernel_refuses_stays_native():
