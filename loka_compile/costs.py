@@ -15,6 +15,8 @@ all shapes. What was not measured is derived by these rules, and all of it is an
   parts that ``Latency`` keeps apart.
 * On a target with fused kernels, a tensorwise operand that such a kernel quantises (``Gemm.a_fused``, ``b_fused``)
   costs the bytes it adds, at the copy bandwidth.
+* There, a BlockNorm behind a GEMM is in its epilogue if the GEMM is torch's, tensorwise or rowwise, or 16-bit high
+  precision. Behind any other (``Gemm.norm``) it costs a launch and the result written and read once more.
 * The baseline of an fp32 site is TF32: half the bf16 rate of flops, twice the bytes.
 """
 
@@ -40,6 +42,8 @@ _SUFFIX = ".csv"
 #: bf16 and fp16 run at the same rate and move the same bytes.
 _ALIKE = {"float16": "bfloat16"}
 _MEGA = 1e-6
+#: Scalings of torch's own GEMM that the fused kernels stand in for (lowering/fused/forward.py).
+_FUSABLE = {Scaling.TENSORWISE, Scaling.ROWWISE}
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class CostTable:
         b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
         if a is None or b is None:
             return None
+        time += self._norm_us(gemm, fusable=provider == "torch" and {scheme.a, scheme.b} <= _FUSABLE)
         a_layout = self._layout_us(a, scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
         b_layout = self._layout_us(b, scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
         return Latency(a, b, time, measured, a_layout, b_layout, comparable)
@@ -200,7 +205,14 @@ class CostTable:
     def baseline(self, gemm: Gemm) -> float:
         """Microseconds of ``gemm`` in high precision: bf16/fp16, or TF32 for float32; NaN if none was measured."""
         time, _, _ = self._gemm_us(*BASELINE, gemm)
-        return math.nan if time is None else time
+        return math.nan if time is None else time + self._norm_us(gemm, fusable=_width(gemm.dtype) == 2)
+
+    def _norm_us(self, gemm: Gemm, *, fusable: bool) -> float:
+        """What a BlockNorm behind the GEMM costs more than in the epilogue of a fused kernel, which could take it from
+        a GEMM that is ``fusable``: a launch, and the result written and read once more."""
+        if not (gemm.norm and self.has_fused_kernels) or (fusable and gemm.norm == "epilogue"):
+            return 0.0
+        return self.moving_us(2 * gemm.m * gemm.n * _width(gemm.dtype))
 
     def bytes_us(self, size: int) -> float:
         """Microseconds that a kernel takes longer for that many bytes, at the bandwidth of the data sheet."""

@@ -90,6 +90,7 @@ class Gemm:
     (16 after BlockNorm over blocks of 256): such an operand is quantised with a fixed scale, without an amax.
     ``a_fused`` and ``b_fused``: a tensorwise quantisation of that operand is part of a fused kernel (the one that
     produces it, or the one that quantises all weights), so that only the bytes written count.
+    ``norm``: a BlockNorm reads the result; "epilogue" where a GEMM of ours could do it, "apart" where none can.
     """
 
     site: str
@@ -103,6 +104,7 @@ class Gemm:
     b_bound: float | None = None
     a_fused: bool = False
     b_fused: bool = False
+    norm: str = ""
 
     @property
     def flops(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from loka_compile.gemm import Gemm, Role
-from loka_compile.lowering.fused.joint import quantised_by_fusion
+from loka_compile.lowering.fused.joint import norm_by_fusion, quantised_by_fusion
 from loka_compile.lowering.fused.match import ALIAS, CONVERT, is_call, strip
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.joint import gemms_of
@@ -59,6 +59,7 @@ class _Site:
     grad_outputs: list[Tensor] = field(default_factory=list)
     gemms: dict[Role, Gemm] = field(default_factory=dict)
     fused: set[str] = field(default_factory=set)
+    norm: str = ""
     batches: set[int] = field(default_factory=set)
     #: The first site that reads the tensor behind "input", "weight" or "grad_output".
     same: dict[str, str] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class Sampler:
             site.gemms[matmul.role] = gemm
             if self._fuse:
                 site.fused |= quantised_by_fusion(matmul)
+                site.norm = norm_by_fusion(matmul) or site.norm
             bounded = matmul.role is Role.FORWARD and gemm.a_bound is not None
             if bounded and _read_by(strip(matmul.a.base, *VIEWS), products):
                 site.written.add("input")
@@ -177,5 +179,6 @@ class Sampler:
                     same=dict(kept.same),
                     written=frozenset(kept.written),
                     fused=frozenset(kept.fused),
+                    norm=kept.norm,
                 )
         return out

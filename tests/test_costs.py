@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from loka_compile.gemm import (
     Role,
     Scaling,
 )
+from loka_compile.lowering.providers import get_provider
 
 #: Seven shapes of seven candidates, forward only, B not quantised: so little that every rule of estimation is needed.
 SEVEN = Path(__file__).parent / "data" / "seven_shapes.csv"
@@ -428,3 +430,38 @@ def test_surface_keeps_the_floor_that_physics_sets():
     points = {(2**i,): 3.0 for i in range(6)}  # flat: the fit sees a launch and nothing else
     surface = Surface(points, lambda s: (1.0, s[0] * 1.0), lambda s: 0.5 * s[0])
     assert surface.model((1000,)) == pytest.approx(3.0 + 500.0)
+
+
+def test_a_norm_behind_the_gemm():
+    """In the epilogue it is free; apart from the GEMM it is a launch, and the result written and read again."""
+    table = CostTable.load("h200")
+    extra = table.moving_us(2 * 4096 * 1024 * 2)
+    assert extra > 3.5  # 17 MB at 4.8 TB/s alone
+
+    def cost(norm, provider, recipe, dtype="bfloat16"):
+        bare, with_norm = (
+            table.latency(Gemm("s#0", Role.FORWARD, 4096, 1024, 1024, dtype, norm=n), provider, recipe).gemm_us
+            for n in ("", norm)
+        )
+        return with_norm - bare
+
+    assert cost("epilogue", "torch", "tensorwise_fast") == 0
+    assert cost("epilogue", "torch", "rowwise") == 0
+    assert cost("epilogue", "high_precision", "native") == 0
+    for provider, recipe in (("torch", "blockwise"), ("fbgemm", "rowwise_fast")):
+        assert cost("epilogue", provider, recipe) == pytest.approx(extra)
+    for provider, recipe in (("torch", "tensorwise_fast"), ("high_precision", "native")):
+        assert cost("apart", provider, recipe) == pytest.approx(extra)
+    # fp32 has no fused kernel in high precision; its FP8 GEMM has.
+    wide = table.moving_us(2 * 4096 * 1024 * 4)
+    assert cost("epilogue", "high_precision", "native", "float32") == pytest.approx(wide)
+    assert cost("epilogue", "torch", "tensorwise_fast", "float32") == pytest.approx(0, abs=1e-9)
+
+
+def test_a_padded_result_is_cut_before_the_norm():
+    provider = get_provider("torch")
+    recipe = provider.recipes["tensorwise"]
+    whole = Gemm("s#0", Role.FORWARD, 4096, 1024, 13, norm="epilogue")
+    assert provider.padded(whole, recipe).norm == "epilogue"  # only the contraction is padded
+    assert provider.padded(replace(whole, n=1000 + 3), recipe).norm == "apart"
+    assert provider.padded(replace(whole, n=1000 + 3, norm=""), recipe).norm == ""

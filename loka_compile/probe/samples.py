@@ -50,6 +50,8 @@ class SiteSamples:
     written: Collection[str] = ()
     #: What a fused kernel of the target would quantise: "weight", "grad_output", "input" (for grad_weight).
     fused: Collection[str] = ()
+    #: "epilogue" where a BlockNorm reads the layer's result and a fused kernel of the target could take it, else "".
+    norm: str = ""
     #: Operands drawn from learnt distributions, without end, for a number of rows: x [rows, K], W [N, K] and dy
     #: [rows, N] (or None) each time. None: no distribution was learnt.
     draws: Callable[[int], Iterator[Draw]] | None = None
@@ -75,7 +77,9 @@ class SiteSamples:
         weight, grad, x = (name in self.fused for name in ("weight", "grad_output", "input"))
         varies = "m" if self.dynamic else ""
         if role is Role.FORWARD:
-            return Gemm(site, role, m, n, k, self.dtype, varies, a_bound=self.input_bound, b_fused=weight)
+            return Gemm(
+                site, role, m, n, k, self.dtype, varies, a_bound=self.input_bound, b_fused=weight, norm=self.norm
+            )
         if role is Role.GRAD_INPUT:
             return Gemm(site, role, m, k, n, self.dtype, varies, a_fused=grad, b_fused=weight)
         varies = "k" if self.dynamic else ""

@@ -157,3 +157,29 @@ def test_limits_for_some_sites(no_codegen):
     verdicts = some.last.plan.lookup("layers.1#0", "forward").verdicts
     assert any("not among the enabled ones" in v.reason for v in verdicts)
     assert "option 'per_site': no site of this graph matches 'tower.*'" in some.last.notes
+
+
+def test_a_norm_behind_a_gemm_counts_for_kernels_that_cannot_take_it(no_codegen):
+    """Dear for DeepGEMM, whose result a norm has to read again; free for torch's GEMM, which a fused kernel replaces."""
+    from torch import nn
+
+    from loka_compile.costs import CostTable
+    from loka_compile.gemm import Gemm, Role
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 512), nn.LayerNorm(512), nn.SiLU(), nn.Linear(512, 256)]
+    watch, _ = run_until_planned(nn.Sequential(*layers).bfloat16(), torch.randn(2048, 256).bfloat16())
+    costs = CostTable.load("h200")
+    rows = {
+        (r.site, r.role, r.provider, r.recipe): r for r in watch.last.table.rows if not r.refused and r.gemm_us > 0
+    }  # fmt: skip
+    seen = set()
+    for (site, role, provider, recipe), row in rows.items():
+        if role != "forward" or site not in ("0#0", "3#0") or provider == "high_precision":
+            continue
+        bare = costs.latency(Gemm(site, Role.FORWARD, 2048, row.n, row.k), provider, recipe).gemm_us
+        apart = site == "0#0" and not (provider == "torch" and recipe.startswith(("tensorwise", "rowwise")))
+        extra = costs.moving_us(2 * 2048 * 512 * 2) if apart else 0.0
+        assert abs(row.gemm_us - bare - extra) < 1e-6, (site, provider, recipe)
+        seen.add((site, apart))
+    assert seen == {("0#0", True), ("0#0", False), ("3#0", False)}

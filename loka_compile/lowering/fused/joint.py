@@ -20,6 +20,9 @@ from loka_compile.gemm import Role
 from loka_compile.lowering.fused import ops
 from loka_compile.lowering.fused.forward import block_refusal, on_this_device
 from loka_compile.lowering.fused.match import (
+    ALIAS,
+    CONVERT,
+    VIEWS,
     Quantise,
     arg,
     emit,
@@ -205,6 +208,21 @@ def quantised_by_fusion(matmul: MatMul) -> set[str]:
     if matmul.role is not Role.FORWARD and _follows_block_norm_backward(matmul.a.base):
         found.add("grad_output")
     return found
+
+
+def norm_by_fusion(matmul: MatMul) -> str:
+    """``Gemm.norm`` of a forward product: "epilogue" where a BlockNorm alone reads it, in a form that :func:`fuse`
+    takes, whatever the device; "" where there is none. For the cost of a candidate, before anything is lowered."""
+    node = matmul.node
+    while len(node.users) == 1 and not is_call(node, torch.ops.loka.block_norm.default):
+        node = next(iter(node.users))
+        if not is_call(node, torch.ops.loka.block_norm.default, *CONVERT, *ALIAS, *VIEWS):
+            return ""
+    if matmul.role is not Role.FORWARD or not is_call(node, torch.ops.loka.block_norm.default):
+        return ""
+    value = arg(node, 0).meta["val"]
+    fits = not block_refusal(value.shape[-1], int(arg(node, 1))) and shape_to_view(value.shape) is not None
+    return "epilogue" if fits else ""
 
 
 def _bounded_activation(node: fx.Node) -> bool:
