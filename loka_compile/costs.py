@@ -167,16 +167,16 @@ class CostTable:
         time, measured, comparable = self._gemm_us(provider, name, gemm)
         if time is None:
             return None
+        time += self._norm_us(gemm, fusable=provider == "torch" and {scheme.a, scheme.b} <= _FUSABLE)
         baseline, _, baseline_comparable = self._gemm_us(*BASELINE, gemm)
         comparable = comparable and baseline_comparable
-        if not comparable:
-            time = max(time, baseline or 0.0)
+        if not comparable and baseline is not None:
+            time = max(time, self.baseline(gemm))
         turned_a, turned_b = TRANSPOSED[gemm.role]
         a = self._quantize_us(scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
         b = self._quantize_us(scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
         if a is None or b is None:
             return None
-        time += self._norm_us(gemm, fusable=provider == "torch" and {scheme.a, scheme.b} <= _FUSABLE)
         a_layout = self._layout_us(a, scheme.a, gemm.m, gemm.k, gemm, turned_a, gemm.a_bound, gemm.a_fused)
         b_layout = self._layout_us(b, scheme.b, gemm.n, gemm.k, gemm, turned_b, gemm.b_bound, gemm.b_fused)
         return Latency(a, b, time, measured, a_layout, b_layout, comparable)

@@ -263,6 +263,7 @@ def test_targets_and_device_names():
         gemm(10**6, 4096, 4096),
         gemm(4096, 4096, 10**6, a_bound=16.0, b_bound=1.0),
         gemm(16, 16, 16, a_fused=True, b_fused=True),
+        gemm(64, 64, 64, dtype="float32", norm="epilogue"),
     ],
     ids=str,
 )

@@ -160,7 +160,7 @@ def test_limits_for_some_sites(no_codegen):
 
 
 def test_a_norm_behind_a_gemm_counts_for_kernels_that_cannot_take_it(no_codegen):
-    """Dear for DeepGEMM, whose result a norm has to read again; free for torch's GEMM, which a fused kernel replaces."""
+    """Dear for MSLK, whose result a norm has to read again; free for torch's GEMM, which a fused kernel replaces."""
     from torch import nn
 
     from loka_compile.costs import CostTable
