@@ -4,7 +4,7 @@
 
 Written: ``figure4_<target>.json`` (microseconds, TFLOP/s and speed-up of every candidate at every layer, and geometric
 means) and ``figure4_<target>.png``. What the table measured is marked as such; a quantiser that was not measured at a
-tensor's size is interpolated (costs.py).
+tensor's size is interpolated (costs/).
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from rich.progress import track
 from rich.table import Table as Grid
 
 from benchmarks._console import console
-from loka_compile.cost_file import GemmKey
-from loka_compile.cost_surface import MIN_POINTS, Shape, Surface
 from loka_compile.costs import CostTable
+from loka_compile.costs.file import GemmKey
+from loka_compile.costs.surface import MIN_POINTS, Shape, Surface
 from loka_compile.gemm import Gemm, Role
 from loka_compile.table import BASELINE
 

@@ -3,7 +3,7 @@
     python -m benchmarks.ship_table h200.csv loka_compile/data/h200.csv
 
 Left out are lines without a time (their notes say what broke), the column of notes, and FP8 kernels with fp32 results:
-they differ from bf16 in the bytes that they write, from which costs.py derives them (on the H200 within 3 % in the
+they differ from bf16 in the bytes that they write, from which costs/ derives them (on the H200 within 3 % in the
 median). Times keep three digits, which is less than their spread, and the spread two.
 """
 
@@ -21,7 +21,7 @@ from loka_compile.bench.records import COLUMNS
 SHIPPED = COLUMNS[:-1]
 TIMES = ("quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us")
 ABOUT = (
-    "# Cost table of one GPU for loka_compile/costs.py. Times in microseconds; an empty cell was not measured.",
+    "# Cost table of one GPU for loka_compile/costs/. Times in microseconds; an empty cell was not measured.",
     "# Measured by benchmarks/h200_table.sh; kinds of lines: loka_compile/bench/records.py.",
 )  # fmt: skip
 

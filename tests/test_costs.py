@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 from scipy.spatial.distance import cdist
 
-from loka_compile.cost_file import parse
-from loka_compile.cost_surface import Surface, fit_relative
 from loka_compile.costs import RECIPES, CostTable, target_of_device_name
+from loka_compile.costs.file import parse
+from loka_compile.costs.surface import Surface, fit_relative
 from loka_compile.errors import CorruptFileError, UnknownNameError
 from loka_compile.gemm import (
     BLOCKWISE,

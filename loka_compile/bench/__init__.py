@@ -1,4 +1,4 @@
-"""Measures on the GPU at hand what costs.py needs: every GEMM in every (provider, recipe), quantisation apart.
+"""Measures on the GPU at hand what costs/ needs: every GEMM in every (provider, recipe), quantisation apart.
 
 workload    which GEMMs and operands, most valuable first            (no torch)
 records     the CSV file: header, appending, resuming                (no torch)

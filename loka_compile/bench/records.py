@@ -1,4 +1,4 @@
-"""The file that a measurement writes: a cost table (costs.py) that grows line by line. No torch import.
+"""The file that a measurement writes: a cost table (costs/) that grows line by line. No torch import.
 
 Three kinds of lines, each with the median of one thing and its spread (interquartile range / median):
 

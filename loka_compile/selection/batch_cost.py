@@ -54,7 +54,7 @@ def fit(points: Mapping[float, float]) -> Line:
         return Line(Fraction(only))
     import numpy as np
 
-    from loka_compile.cost_surface import fit_relative
+    from loka_compile.costs.surface import fit_relative
 
     times = np.array(list(points.values()), dtype=np.float64)
     if not times.all():  # no relative error to a time of 0: quantisers that are free are so at every size

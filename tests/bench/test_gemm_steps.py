@@ -12,8 +12,8 @@ from benchmarks.gemm_steps_run import Run
 from loka_compile.bench.operands import Operands
 from loka_compile.bench.prepare import compile_only
 from loka_compile.bench.records import Timing
-from loka_compile.cost_file import parse
 from loka_compile.costs import CostTable
+from loka_compile.costs.file import parse
 from loka_compile.gemm import Role
 from loka_compile.table import BASELINE
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import leave_one_out
-from loka_compile.cost_surface import Surface
+from loka_compile.costs.surface import Surface
 
 SIZES = (256, 512, 1024, 2048)
 HEAD = "m,n,k,role,dtype,provider,recipe,quantize_a_us,quantize_b_us,gemm_us,baseline_us\n"

@@ -1,4 +1,4 @@
-"""The file of measurements: what is written, how it goes on after a kill, and that costs.py reads it."""
+"""The file of measurements: what is written, how it goes on after a kill, and that costs/ reads it."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """What a GEMM costs on a GPU that is not here: the cost tables shipped in ``data/<target>.csv``. No torch import.
 
-Each line of a file is one measured candidate at one shape; cost_surface.py turns a candidate's lines into latency over
+Each line of a file is one measured candidate at one shape; costs/surface.py turns a candidate's lines into latency over
 all shapes. What was not measured is derived by these rules, and all of it is an estimate:
 
 * The GEMM of another role is the same kernel at its own m, n, k (all roles are "NT", gemm.py), unless the file has
@@ -31,8 +31,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka_compile.cost_file import RECIPES, GemmKey, Points, QuantizeKey, odd_gemm, odd_operand, parse
-from loka_compile.cost_surface import Shape, Surface
+from loka_compile.costs.file import RECIPES, GemmKey, Points, QuantizeKey, odd_gemm, odd_operand, parse
+from loka_compile.costs.surface import Shape, Surface
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
 from loka_compile.selection.operands import LAYOUT_FREE, TRANSPOSED

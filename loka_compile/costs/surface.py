@@ -10,7 +10,7 @@
 3. A measured shape answers with its measurement.
 
 How much an answer is worth is another question: :meth:`Surface.comparable` says whether a measured shape is like the
-one asked for. Where none is, an answer is an extrapolation, and costs.py draws no advantage from it.
+one asked for. Where none is, an answer is an extrapolation, and costs/ draws no advantage from it.
 """
 
 from __future__ import annotations

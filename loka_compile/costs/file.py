@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from loka_compile import gemm as vocabulary
-from loka_compile.cost_surface import Shape
+from loka_compile.costs.surface import Shape
 from loka_compile.errors import CorruptFileError
 from loka_compile.gemm import Recipe, Role, Scaling
 from loka_compile.table import BASELINE
