@@ -13,11 +13,11 @@ from loka_compile._compat.registration import register_uninstalled
 
 if TYPE_CHECKING:
     from loka_compile import probe as probe
-    from loka_compile.apply_mods import apply_mods
     from loka_compile.backend import loka
     from loka_compile.config import LokaConfig
     from loka_compile.drift.guard import Guard, guard
-    from loka_compile.explain import explain
+    from loka_compile.eager_mods import apply_mods
+    from loka_compile.explanation import explain
     from loka_compile.frozen import thaw
     from loka_compile.loss import loss_of_plan, loss_sensitivity, plan_by_loss
     from loka_compile.mods_warning import ModsWarning
@@ -44,8 +44,8 @@ _HOME = {
     "Report": "report",
     "Table": "table",
     "Tier": "passes.base",
-    "apply_mods": "apply_mods",
-    "explain": "explain",
+    "apply_mods": "eager_mods",
+    "explain": "explanation",
     "guard": "drift.guard",
     "loka": "backend",
     "loss_of_plan": "loss",
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value  # also where a submodule has the same name, as apply_mods and explain do
+    globals()[name] = value
     return value
 
 

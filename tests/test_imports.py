@@ -15,13 +15,13 @@ READS_ENVIRONMENT = {"store.py"}  # LOKA_CACHE_DIR: where tables are cached betw
 
 #: Modules that put the rooms together; no room may know them.
 SPINE = {
-    "apply_mods",
     "auto",
     "backend",
     "cli",
     "compile_fx",
     "drift",
-    "explain",
+    "eager_mods",
+    "explanation",
     "frozen",
     "planning",
 }
@@ -141,3 +141,12 @@ def test_kernel_libraries_are_imported_when_needed_only():
 def test_no_star_imports():
     for path in modules():
         assert not any(name.endswith(".*") for name in imported(path)), path
+
+
+def test_no_public_name_is_that_of_a_module():
+    """Importing a submodule puts it into the package under its name, where a function of that name would be hidden."""
+    import loka_compile
+
+    names = set(loka_compile.__all__) - {"__version__"}
+    entries = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert names & entries == {"probe"}  # a package that can be called
