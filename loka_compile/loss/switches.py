@@ -154,7 +154,7 @@ def gemm(
         n = b.shape[1] if b_turned else b.shape[0]
         shape = Gemm(site, role, m=m, n=n, k=k, dtype=str(a.dtype).removeprefix("torch."))
         provider, recipe = _runs(*chosen, a.device.type)
-        reason = provider.refuses(shape, recipe, a.device.type)
+        reason = provider.refuses(provider.padded(shape, recipe), recipe, a.device.type)
         if reason is None:
             return provider.gemm(a, a_turned, b, b_turned, recipe, a.dtype)
         board.refused[site, str(role)] = reason

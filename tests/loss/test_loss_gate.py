@@ -309,13 +309,27 @@ def test_fast_accumulation_has_the_effect_of_its_exact_twin():
     assert plan_by_loss(table, found).plan.lookup("quiet#0", FORWARD).recipe == "tensorwise_fast"
 
 
-def test_a_shape_that_the_kernel_refuses_is_told_and_stays_as_it_was():
-    layer, x = nn.Linear(48, 32), torch.randn(21, 48)
+def test_a_gemm_that_the_kernel_refuses_is_told_and_stays_as_it_was():
+    layer, x = nn.Linear(48, 32).double(), torch.randn(21, 48, dtype=torch.float64)
     board = Switchboard()
     run = board.compile(layer)
     run(x)
     (site,) = board.sites
     with board.on({(site, WEIGHT): ("torch", "tensorwise")}):
         (found,) = torch.autograd.grad(run(x).sum(), layer.weight)
-    torch.testing.assert_close(found, torch.ones(32, 21) @ x, rtol=1e-4, atol=1e-4)
-    assert "21" in board.refused[site, WEIGHT]
+    torch.testing.assert_close(found, torch.ones(32, 21, dtype=torch.float64) @ x)
+    assert "float64" in board.refused[site, WEIGHT]
+
+
+def test_a_ragged_shape_is_padded_as_in_a_plan():
+    """A batch of 21 is the contraction of grad_weight, which torch's kernel wants in multiples of 16."""
+    torch.manual_seed(0)
+    layer, x, grad = nn.Linear(48, 32), torch.randn(21, 48), torch.randn(21, 32)
+    board = Switchboard()
+    run = board.compile(layer)
+    run(x)
+    (site,) = board.sites
+    with board.on({(site, WEIGHT): ("torch", "tensorwise")}):
+        (found,) = torch.autograd.grad(run(x), layer.weight, grad)
+    torch.testing.assert_close(found.double(), fp8(grad.t(), x.t()), rtol=1e-4, atol=1e-4)
+    assert not board.refused
