@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loka_compile._compat.exporting import is_exporting
+
 LIBRARY = torch.library.Library("loka", "FRAGMENT")
 
 
@@ -137,7 +139,7 @@ DECOMPOSITIONS = {
 
 def block_norm(x: Tensor, block: int, eps: float | None = None) -> Tensor:
     """Differentiable BlockNorm of x [..., N]; see :func:`block_norm_ref`."""
-    if torch.compiler.is_exporting():  # an exported program must load where loka_compile is not installed
+    if is_exporting():  # an exported program must load where loka_compile is not installed
         return block_norm_ref(x, block, eps)[0]
     y: Tensor = torch.ops.loka.block_norm.default(x, block, eps)[0]
     return y
@@ -158,7 +160,7 @@ class _Anchor(torch.autograd.Function):
 
 def anchor(x: Tensor, unused: list[Tensor]) -> Tensor:
     """x itself; in the backward every tensor of ``unused`` gets a zero gradient, never None."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return x
     if torch.compiler.is_compiling():
         anchored: Tensor = torch.ops.loka.anchor.default(x, unused)

@@ -471,3 +471,21 @@ def test_libraries_may_register_autocast_and_autograd():
     )
     assert {"setup_context", "lib"} <= set(inspect.signature(torch.library.register_autograd).parameters)
     assert {torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout}
+
+
+def test_exporting_is_not_compiling():
+    """torch 2.11's Dynamo takes every compile for an export, which dropped the zero gradients of ``apply_mods``."""
+    from loka_compile._compat.exporting import is_exporting
+
+    def fn(x):
+        return x + 1 if is_exporting() else x + 2
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return fn(x)
+
+    x = torch.zeros(1)
+    assert fn(x) == 2
+    assert torch.compile(fn, backend="eager", fullgraph=True)(x) == 2
+    for strict in (False, True):
+        assert torch.export.export(Module(), (x,), strict=strict).module()(x) == 1

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from loka_compile.config import LokaConfig
 from loka_compile.gemm import Gemm, Recipe, Role
 from loka_compile.lowering.joint import executor
+from loka_compile.lowering.providers import get_provider
 from loka_compile.lowering.providers.base import Provider
 from loka_compile.passes.manager import run_passes
 from loka_compile.passes.nodes import argument, kind, subgraphs
@@ -56,7 +57,14 @@ class Switchboard:
 
     @contextlib.contextmanager
     def on(self, kernels: Mapping[Key, Kernel]) -> Iterator[None]:
-        """Run these GEMMs, and no others, in these kernels."""
+        """Run these GEMMs, and no others, in these kernels.
+
+        Raises:
+            UnknownNameError: a provider or recipe does not exist. Now, and not in the middle of a graph, where an error
+                would leave what the graph has entered (autocast) entered.
+        """
+        for provider, recipe in set(kernels.values()):
+            get_provider(provider).recipe(recipe)
         before, self._on = self._on, {}
         for (site, role), kernel in kernels.items():
             self._on.setdefault(site, {})[role] = kernel

@@ -195,8 +195,10 @@ def test_a_matmul_with_a_parameter_under_autocast():
     assert out.dtype == torch.bfloat16
     exact = x.double() @ model.w.double()
     assert 0.005 < ((out.double() - exact).norm() / exact.norm()).item() < 0.06
-    with pytest.raises(UnknownNameError, match="nowhere"), board.on({("w#0", FORWARD): ("nowhere", "rowwise")}):
-        run(x)
+    for unknown, match in ((("nowhere", "rowwise"), "nowhere"), (("torch", "columnwise"), "columnwise")):
+        with pytest.raises(UnknownNameError, match=match), board.on({("w#0", FORWARD): unknown}):
+            run(x)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 # ---------------------------------------------------------------------------------------------- files
