@@ -489,3 +489,20 @@ def test_exporting_is_not_compiling():
     assert torch.compile(fn, backend="eager", fullgraph=True)(x) == 2
     for strict in (False, True):
         assert torch.export.export(Module(), (x,), strict=strict).module()(x) == 1
+
+
+def test_operators_outside_of_cuda_graphs_end_in_any_order():
+    """Two probes at a time, the first of which ends first, left their operators in Inductor's configuration."""
+    import torch._inductor.config as config
+
+    from loka_compile._compat.tracing import outside_cuda_graphs
+
+    before = list(config.custom_should_partition_ops)
+    first, second = outside_cuda_graphs("a::x", "a::y"), outside_cuda_graphs("a::x", "b::z")
+    first.__enter__()
+    second.__enter__()
+    assert config.custom_should_partition_ops == [*before, "a::x", "a::y", "b::z"]
+    first.__exit__(None, None, None)
+    assert config.custom_should_partition_ops == [*before, "a::x", "b::z"]
+    second.__exit__(None, None, None)
+    assert config.custom_should_partition_ops == before

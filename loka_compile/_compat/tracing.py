@@ -4,7 +4,10 @@ now, and that an operator has an effect that its schema does not show.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch._guards import CompileContext
@@ -31,12 +34,29 @@ def keep_for_its_effect(op: CustomOpDef) -> None:
     torch.fx.node.has_side_effect(op._opoverload)
 
 
-def outside_cuda_graphs(*names: str) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def outside_cuda_graphs(*names: str) -> Iterator[None]:
     """While this lasts, Inductor compiles calls of these operators to stand between CUDA graphs, not in them.
 
     The tag ``cudagraph_unsafe`` would say so, but Inductor looks for it on the target of the graph's node, and that is
-    a higher-order operator for one that mutates or has an effect.
+    a higher-order operator for one that mutates or has an effect. Several may last at a time and end in any order,
+    which ``config.patch`` would not survive: it puts back what was there when it began.
     """
     import torch._inductor.config as config
 
-    return config.patch(custom_should_partition_ops=[*config.custom_should_partition_ops, *names])
+    with _lock:
+        new = [name for name in names if not _lasting[name]]
+        _lasting.update(names)
+        config.custom_should_partition_ops = [*config.custom_should_partition_ops, *new]
+    try:
+        yield
+    finally:
+        with _lock:
+            _lasting.subtract(names)
+            old = {name for name in names if not _lasting[name]}
+            config.custom_should_partition_ops = [n for n in config.custom_should_partition_ops if n not in old]
+
+
+#: How many ``outside_cuda_graphs`` last, by operator.
+_lasting: Counter[str] = Counter()
+_lock = threading.Lock()
