@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
-from scipy.spatial.distance import cdist
 
-from loka_compile.costs import RECIPES, CostTable, target_of_device_name
+from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.costs.file import parse
-from loka_compile.costs.surface import Surface, fit_relative
-from loka_compile.errors import CorruptFileError, UnknownNameError
+from loka_compile.costs.surface import fit_relative
+from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import (
     BLOCKWISE,
     ROWWISE,
@@ -292,145 +291,6 @@ def test_near_a_measured_shape_the_advantage_is_kept():
         latency = generous().latency(gemm(*near), "lib", "tensorwise")
         assert latency.comparable
         assert generous().baseline(gemm(*near)) / latency.total_us > 1.5
-
-
-# --- files of one's own ---
-
-HEAD = "m,n,k,role,dtype,provider,recipe,quantize_a_us,quantize_b_us,gemm_us,baseline_us,spread\n"
-
-
-def own(tmp_path, body, head=HEAD):
-    path = tmp_path / "mine.csv"
-    path.write_text("# gpu: My GPU\n# note without a colon\n" + head + body)
-    return CostTable.from_csv(path)
-
-
-def test_larger_file_with_roles_and_both_operands(tmp_path):
-    lines = []
-    for m, n, k in SHAPES:
-        for role, factor in (("forward", 1), ("grad_weight", 3)):
-            work = 1e-9 * m * n * k
-            lines.append(f"{m},{n},{k},{role},bfloat16,lib,rowwise,{2 * factor},{5 * factor},{4 + work * factor},"
-                         f"{4 + 2 * work},0.1")  # fmt: skip
-    table = own(tmp_path, "\n".join(lines) + "\n")
-    assert table.target == "mine"
-    assert table.meta["gpu"] == "My GPU"
-    m, n, k = SHAPES[0]
-    forward = table.latency(gemm(m, n, k), "lib", "rowwise")
-    weight = table.latency(gemm(m, n, k, Role.GRAD_WEIGHT), "lib", "rowwise")
-    # A kernel knows no role: the two measurements of a shape are averaged.
-    assert forward.gemm_us == weight.gemm_us == pytest.approx(4 + 2e-9 * m * n * k, rel=1e-12)
-    assert weight.quantize_a_us == 6.0
-    assert weight.quantize_b_us == 15.0
-    # [2048, 256] (A, 2 us) and [768, 256] (B, 5 us) are points of one quantiser.
-    assert (forward.quantize_a_us, forward.quantize_b_us) == (2.0, 5.0)
-    assert table.latency(gemm(m, n, k, Role.GRAD_INPUT), "lib", "rowwise").gemm_us == forward.gemm_us
-    # Data that follow the model are predicted well where nothing was measured.
-    assert table.latency(gemm(3000, 3000, 3000), "lib", "rowwise").gemm_us == pytest.approx(4 + 54, rel=0.05)
-
-
-def test_measured_fp32_baseline_is_used(tmp_path):
-    body = "".join(f"{m},{n},{k},forward,float32,lib,rowwise,2,,4,{1e-9 * m * n * k + 77}\n" for m, n, k in SHAPES)
-    assert own(tmp_path, body).baseline(gemm(*SHAPES[0], dtype="float32")) == 1e-9 * math.prod(SHAPES[0]) + 77
-
-
-def test_few_points_answer_for_themselves_only(tmp_path):
-    table = own(tmp_path, "64,64,64,forward,bfloat16,lib,rowwise,1,1.5,4,5,0\n")
-    assert table.latency(gemm(64, 64, 64), "lib", "rowwise").gemm_us == 4
-    assert table.latency(gemm(64, 64, 128), "lib", "rowwise") is None
-    assert math.isnan(table.baseline(gemm(64, 64, 128)))
-
-
-def test_contradicting_measurements_still_come_back_exactly(tmp_path):
-    times = dict(zip(SHAPES, [50, 3, 12, 14, 10, 100, 400], strict=True))  # larger and yet faster, here and there
-    body = "".join(f"{m},{n},{k},forward,bfloat16,lib,rowwise,1,1,{t},5,\n" for (m, n, k), t in times.items())
-    table = own(tmp_path, body)
-    assert {s: table.latency(gemm(*s), "lib", "rowwise").gemm_us for s in SHAPES} == times
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("64,64,x,forward,bfloat16,lib,rowwise,1,1,4,5,", r"line 4, column 'k' must be a whole number, not 'x'"),
-        ("64,64,64,sideways,bfloat16,lib,rowwise,1,1,4,5,", "line 4: unknown role 'sideways'"),
-        ("64,64,64,forward,bfloat16,lib,magic,1,1,4,5,", "line 4: unknown recipe 'magic'.*rowwise"),
-        ("64,64,64,forward,bfloat16,lib,rowwise,1,1,-4,5,", "column 'gemm_us' must be a time above 0"),
-        ("64,64,64,forward,bfloat16,lib,rowwise,1,nan,4,5,", "column 'quantize_b_us'"),
-        ("64,64,64,forward,bfloat16,lib,rowwise,1,1,four,5,", "not 'four'"),
-        ("64,64", "column 'k'"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path, line, message):
-    with pytest.raises(CorruptFileError, match=message):
-        own(tmp_path, line + "\n")
-
-
-def test_missing_columns_are_named(tmp_path):
-    with pytest.raises(CorruptFileError, match=r"lacks the columns \['gemm_us'\]"):
-        own(tmp_path, "", head=HEAD.replace("gemm_us,", ""))
-
-
-def test_every_recipe_of_the_vocabulary_is_known():
-    assert RECIPES["rowwise_fast"] is ROWWISE_FAST
-    assert len(RECIPES) >= 7
-
-
-# --- the surface by itself ---
-
-
-POINTS = {(m, n): 4.0 + 0.01 * m * n for m in (10, 30, 90) for n in (10, 30, 90)}
-
-
-def surface_of(points, least=lambda s: 0.0):
-    return Surface(points, lambda s: (1.0, s[0] * s[1] * 1.0), least)
-
-
-def test_a_bad_tile_is_learnt_where_it_is_and_forgotten_far_away():
-    slow = {shape: time * (1.5 if shape == (90, 90) else 1.0) for shape, time in POINTS.items()}
-    surface = surface_of(slow)
-    assert surface((90, 90)) == slow[(90, 90)]
-    for near in ((91, 90), (80, 95)):
-        assert 1.2 < surface(near) / (4.0 + 0.01 * near[0] * near[1]) < 1.55
-    assert surface((31, 30)) == pytest.approx(4.0 + 0.01 * 31 * 30, rel=0.12)
-    far = (90_000, 90_000)
-    assert surface(far) == pytest.approx(surface.model(far), rel=1e-6)
-
-
-def test_noise_is_smoothed_but_a_measured_shape_answers_with_its_measurement():
-    rng = np.random.default_rng(0)
-    truth = {(m, n): 4.0 + 0.01 * m * n for m in range(10, 100, 10) for n in range(10, 100, 10)}
-    noisy = {shape: time * math.exp(0.05 * rng.normal()) for shape, time in truth.items()}
-    surface = surface_of(noisy)
-    errors = [math.log(surface((m, n)) / (4.0 + 0.01 * m * n)) for m in range(15, 90, 10) for n in range(15, 90, 10)]
-    assert np.std(errors) < 0.03
-    assert all(surface(shape) == time for shape, time in noisy.items())
-
-
-def test_interpolation_equals_the_textbook_formula():
-    """Kriging of log(time / model), written out with scipy."""
-    times = {shape: time * (1 + 0.1 * math.sin(sum(shape))) for shape, time in POINTS.items()}
-    surface = surface_of(times)
-    logs = np.log(np.array(list(times)))
-    missed = np.array([math.log(time / surface.model(shape)) for shape, time in times.items()])
-    for shape in ((10, 11), (55, 20), (200, 200)):
-        query = np.log(np.array([shape]))
-        near = np.exp(-0.5 * cdist(query / 1.4, logs / 1.4, "sqeuclidean"))[0]
-        covariance = np.exp(-0.5 * cdist(logs / 1.4, logs / 1.4, "sqeuclidean")) + 0.1 * np.eye(len(logs))
-        weights = np.linalg.inv(covariance) @ missed
-        assert surface(shape) == pytest.approx(surface.model(shape) * math.exp(near @ weights), rel=1e-9)
-
-
-def test_comparable_shapes():
-    surface = surface_of({(1000, 400): 5.0, (10, 4000): 5.0})
-    assert all(map(surface.comparable, [(1000, 400), (500, 200), (4000, 1600), (500, 1600), (5, 2000), (40, 16000)]))
-    assert not any(map(surface.comparable, [(499, 400), (1000, 199), (4001, 400), (1000, 1601), (10, 400), (1, 1)]))
-    assert not surface.comparable((0, 400))
-
-
-def test_surface_keeps_the_floor_that_physics_sets():
-    points = {(2**i,): 3.0 for i in range(6)}  # flat: the fit sees a launch and nothing else
-    surface = Surface(points, lambda s: (1.0, s[0] * 1.0), lambda s: 0.5 * s[0])
-    assert surface.model((1000,)) == pytest.approx(3.0 + 500.0)
 
 
 def test_a_norm_behind_the_gemm():

@@ -1,52 +1,20 @@
-"""Samples to table: errors against numpy, costs, refusals, bad samples."""
+"""Samples to table: errors against numpy, kernels and their emulation, bad samples."""
 
 import dataclasses
 import logging
 import math
 import time
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from loka_compile.costs import CostTable
 from loka_compile.errors import ProbeError, UnknownNameError
-from loka_compile.gemm import ROWWISE, TENSORWISE, Gemm, Recipe, Role
 from loka_compile.lowering.providers import get_provider
-from loka_compile.lowering.providers.base import Provider
 from loka_compile.plan import make_plan
-from loka_compile.probe.quantify import SiteSamples, quantify
-from loka_compile.probe.samples import cut
+from loka_compile.probe.quantify import quantify
 from loka_compile.table import Table
-
-torch.set_num_threads(1)
-
-
-def samples(n=48, k=64, *, calls=4, rows=32, dtype="bfloat16", seed=0, batch=4096, **more):
-    rng = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=rng)
-
-    values = dict(inputs=[normal(rows, k) for _ in range(calls)], weight=normal(n, k) / k**0.5,
-                  grad_outputs=[normal(rows, n) * 1e-3 for _ in range(calls)], dtype=dtype, batch=batch)  # fmt: skip
-    return SiteSamples(**{**values, **more})
-
-
-def run(target="h200", providers=("torch", "emulated"), **sites):
-    sites = sites or {"a#0": samples()}
-    return quantify({name.replace("__", "#"): s for name, s in sites.items()}, target=target, providers=providers)
-
-
-def rows_of(table, **wanted):
-    return [r for r in table.rows if all(getattr(r, name) == value for name, value in wanted.items())]
-
-
-def one(table, **wanted):
-    (row,) = rows_of(table, **wanted)
-    return row
-
+from tests.probe.site_samples import Fake, one, rows_of, run, samples
 
 # --- errors against an independent computation ---
 
@@ -164,28 +132,6 @@ def test_baseline_row_shows_what_high_precision_itself_loses():
 # --- real kernels and emulation ---
 
 
-class Fake(Provider):
-    """A library that works anywhere; ``spoil`` is applied to its result."""
-
-    name: ClassVar[str] = "fake"
-    recipes: ClassVar[dict[str, Recipe]] = {r.name: r for r in (ROWWISE, TENSORWISE)}
-    distributions: ClassVar[tuple[str, ...]] = ("numpy",)
-
-    def __init__(self, spoil=lambda out: out, only=Role, missing=None):
-        self.spoil, self.missing, self.calls = spoil, missing, 0
-        self.only = only
-
-    def supported(self, recipe=None, device=None):
-        return self.missing
-
-    def _refuses_shape(self, gemm: Gemm, recipe: Recipe):
-        return None if gemm.role in self.only else f"no {gemm.role} in this library"
-
-    def compute(self, a, b, recipe, out_dtype):
-        self.calls += 1
-        return self.spoil(get_provider("emulated").compute(a, b, recipe, out_dtype))
-
-
 def test_without_a_target_the_providers_own_code_runs_here():
     fake = Fake(spoil=lambda out: out * 1.5)
     table = run(None, [fake, "torch"])
@@ -253,117 +199,6 @@ def test_emulation_is_shared_between_candidates(monkeypatch):
     assert fast.mere == one(table, provider="torch", recipe="rowwise").mere
     recipes = ("blockwise", "blockwise_128x128", "blockwise_1x128", "rowwise", "tensorwise")
     assert sorted(calls) == [recipe for recipe in recipes for _ in range(4)]
-
-
-# --- costs and refusals ---
-
-
-def test_costs_are_the_targets_at_the_real_batch():
-    costs = CostTable.load("h200")
-    table = run(a__0=samples(2048, 2048, calls=1, rows=16, batch=4096))
-    for role, (m, n, k) in {"forward": (4096, 2048, 2048), "grad_weight": (2048, 2048, 4096)}.items():
-        row = one(table, role=role, provider="torch", recipe="rowwise")
-        expected = costs.latency(Gemm("a#0", Role(role), m, n, k), "torch", "rowwise")
-        assert (row.quantize_us, row.gemm_us) == (expected.quantize_us, expected.gemm_us)
-        assert row.baseline_us == costs.baseline(Gemm("a#0", Role(role), m, n, k))
-        assert row.speed_source == "cost table h200"
-
-
-def test_rows_speak_of_the_linear_layer_in_every_role():
-    table = run(a__0=samples(48, 80, batch=199 * 16))
-    assert {(r.m_min, r.m_max, r.n, r.k) for r in table.rows} == {(3184, 3184, 48, 80)}
-    assert {r.role for r in table.rows} == {"forward", "grad_input", "grad_weight"}
-    assert {r.saved_bytes for r in rows_of(table, role="forward", provider="torch")} == {3184 * 80}
-    assert {r.saved_bytes for r in rows_of(table, role="grad_weight")} == {0}
-    assert one(table, role="forward", provider="high_precision").saved_bytes == 0
-
-
-def test_bound_of_the_input_reaches_costs_and_quantisation():
-    x = torch.full((64, 64), 1.0 + 1 / 16)  # exact in e4m3 at any power-of-two scale, not at 448/amax
-    seen = samples(32, 64, inputs=[x], calls=1, grad_outputs=[], roles=["forward"], dtype="float32")
-    free = one(run(a__0=dataclasses.replace(seen, input_bound=16.0)), provider="torch", recipe="tensorwise")
-    paid = one(run(a__0=seen), provider="torch", recipe="tensorwise")
-    assert free.quantize_us < paid.quantize_us
-    weight = CostTable.load("h200").latency(Gemm("a#0", Role.FORWARD, 4096, 32, 64, "float32"), "torch", "tensorwise")
-    assert free.quantize_us == weight.quantize_b_us
-    assert free.mere != paid.mere
-
-
-def test_bound_of_the_input_reaches_grad_weight_too():
-    seen = samples(32, 64, inputs=[torch.full((64, 64), 1.0 + 1 / 16)], grad_outputs=[torch.ones(64, 32)], calls=1,
-                   roles=["grad_weight"], dtype="float32")  # fmt: skip
-    free = one(run(a__0=dataclasses.replace(seen, input_bound=16.0)), provider="torch", recipe="tensorwise")
-    paid = one(run(a__0=seen), provider="torch", recipe="tensorwise")
-    # 17/16 * 16 = 17 lies halfway between two e4m3 numbers; at 448/amax it is 448 exactly.
-    assert free.mere == pytest.approx(1 / 17, rel=1e-6)
-    assert paid.mere < 1e-6
-    assert free.quantize_us < paid.quantize_us
-
-
-def test_no_target_means_no_cost_and_nothing_eligible():
-    table = run(None)
-    for row in rows_of(table, provider="emulated"):
-        if row.role == "grad_weight" and row.recipe == "blockwise":
-            continue
-        assert row.refused == "no cost known for device cpu"
-        assert row.speed_source == "none"
-        assert math.isfinite(row.mere)
-    assert set(make_plan(table).counts()) == {"high_precision:native"}
-    assert "no cost known for device cpu" in make_plan(table).lookup("a#0", "forward").reason
-
-
-def test_candidate_that_the_target_never_measured_is_refused():
-    row = one(run(), role="forward", provider="emulated", recipe="rowwise")
-    assert row.refused == "no cost known for emulated:rowwise on h200"
-
-
-def test_padding_counts():
-    """K = 13 and N = 20 cost what 16 and 32 do, and the result is cut; the error is that of the GEMM as it is."""
-    table = run(a__0=samples(20, 13))
-    row = one(table, provider="torch", role="forward", recipe="rowwise")
-    assert row.refused == ""
-    assert (row.n, row.k) == (20, 13)
-    costs = CostTable.load("h200")
-    gemm = Gemm("a#0", Role.FORWARD, row.m_min, 32, 16, row.dtype)
-    latency = costs.latency(gemm, "torch", "rowwise")
-    # Read and written in bf16 at the bandwidth of the data sheet, by a kernel of its own.
-    cut = 2 * row.m_min * 20 * 2 * 1e3 / 4800 * 1e-6
-    assert latency.gemm_us + cut + 0.5 < row.gemm_us < latency.gemm_us + cut + 2.0
-    assert costs.moving_us(0) == 0.0
-    assert row.quantize_us == pytest.approx(latency.quantize_us)
-    assert math.isfinite(row.mere)
-
-
-def test_shape_refusals_carry_the_providers_reason():
-    table = run("h200", [Fake(only=[Role.FORWARD])])
-    assert one(table, role="grad_input", recipe="rowwise").refused == "no grad_input in this library"
-
-
-def test_dynamic_batch_is_told_to_the_provider():
-    """torch pads the contraction of grad_weight; a library that pads nothing has to refuse it."""
-
-    class Rigid(Fake):
-        def _refuses_shape(self, gemm, recipe):
-            return "the batch is dynamic" if gemm.dynamic == "k" else super()._refuses_shape(gemm, recipe)
-
-    table = run("h200", ["torch", Rigid()], a__0=samples(dynamic=True))
-    assert one(table, role="grad_weight", provider="torch", recipe="rowwise").refused == ""
-    assert one(table, role="grad_weight", provider="fake", recipe="rowwise").refused == "the batch is dynamic"
-    assert one(table, role="forward", provider="torch", recipe="rowwise").refused == ""
-
-
-def test_only_the_graphs_gemms_are_measured():
-    table = run(a__0=samples(roles=[Role.FORWARD], grad_outputs=[]))
-    assert {r.role for r in table.rows} == {"forward"}
-    assert {r.role for r in run(a__0=samples(roles={"forward", "grad_weight"})).rows} == {"forward", "grad_weight"}
-
-
-def test_every_gemm_has_a_baseline_row_even_without_providers():
-    table = run("h200", [])
-    assert [(r.role, r.provider) for r in table.rows] == [
-        ("forward", "high_precision"), ("grad_input", "high_precision"), ("grad_weight", "high_precision")
-    ]  # fmt: skip
-    assert make_plan(table).counts() == {"high_precision:native": 3}
 
 
 # --- bad samples ---
@@ -496,45 +331,3 @@ def test_quick_enough_for_a_first_training_step():
     table = quantify(sites, target="h200")
     assert time.process_time() - start < 8.0
     assert len({(r.site, r.role) for r in table.rows}) == 60
-
-
-# --- cutting samples into batches ---
-
-
-def test_batches_are_disjoint_aligned_and_hold_partners():
-    x = torch.arange(200.0).reshape(200, 1)
-    found = cut([(x[:90], x[:90] * 2), (x[90:], x[90:] * 2)], torch.float32, 4, 32)
-    assert (len(found.batches), found.rows, found.dropped) == (4, 200, 0)
-    values = [set(b.operands[0].flatten().tolist()) for b in found.batches]
-    assert all(len(v) == 32 for v in values)
-    assert len(set.union(*values)) == 4 * 32
-    assert all(torch.equal(b.operands[1], b.operands[0] * 2) for b in found.batches)
-    assert all(b.representative in (31, 32) for b in found.batches)  # the largest row may be an extra one
-
-
-def test_row_with_the_largest_value_of_each_operand_is_always_kept():
-    torch.manual_seed(0)
-    for line in (0, 17, 999):
-        x, y = torch.randn(1000, 8), torch.randn(1000, 4)
-        x[line, 3] = -1e4
-        y[500 + line // 2, 0] = 1e5
-        found = cut([(x, y)], torch.float32, 2, 16)
-        assert max(b.operands[0].abs().max() for b in found.batches) == 1e4
-        assert max(b.operands[1].abs().max() for b in found.batches) == 1e5
-        assert all(b.operands[0].shape[0] == 16 and b.representative in (14, 15, 16) for b in found.batches)
-
-
-def test_extra_rows_stand_behind_the_representative_ones():
-    x = torch.ones(320, 1)
-    x[3] = 9.0
-    (batch,) = cut([(x,)], torch.float32, 1, 32).batches
-    assert batch.representative == 31
-    assert batch.operands[0][:, 0].tolist() == [1.0] * 31 + [9.0]
-
-
-def test_shorter_partner_decides_and_few_rows_make_few_batches():
-    found = cut([(torch.zeros(40, 2), torch.zeros(33, 2))], torch.float32, 4, 128)
-    assert [b.operands[0].shape[0] for b in found.batches] == [16, 16]
-    assert found.rows == 33
-    assert [b.representative for b in cut([(torch.zeros(7, 2),)], torch.float32, 4, 128).batches] == [7]
-    assert cut([], torch.float32, 4, 128).batches == []
