@@ -34,7 +34,8 @@ class LossPlan:
     #: Microseconds per step that FP8 saves by the table, and what it would save without the budget.
     saved_us: float
     saved_without_budget_us: float
-    #: GEMMs that the budget keeps in high precision: site, role, candidate, its effect, microseconds forgone.
+    #: GEMMs that the budget keeps in high precision: site, role, candidate, its effect, and the microseconds that it
+    #: would save alone, its own quantisation paid.
     excluded: tuple[tuple[str, str, str, Effect | None, float], ...] = ()
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ def plan_by_loss(
     without = _solve([*choices, *unknown], native, _prices([*choices, *unknown]), math.inf)
     taken = {c.key: c for c in chosen}
     excluded = tuple(
-        (*c.key, c.candidate.verdict.candidate, c.effect, native[c.key] - c.own_us)
+        (*c.key, c.candidate.verdict.candidate, c.effect, _saved([c], native, limits, _prices([c])))
         for c in without
         if c.key not in taken
     )
