@@ -81,7 +81,7 @@ def _compile_graph(
     report.plan, report.table = planning.plan, planning.table
     if planning.note:
         report.notes.append(planning.note)
-    if patches.get("freezing") and not _freezes():
+    if patches.get("freezing") and not _dynamo_freezes():
         report.notes.append(
             "option 'freezing' does nothing here: Dynamo, which would have to make constants of the weights, reads "
             "torch._inductor.config.freezing. Set that, in torch.no_grad(), and weights are quantised once"
@@ -101,7 +101,7 @@ def device_of(example_inputs: Sequence[Any]) -> torch.device:
     return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
 
 
-def _freezes() -> bool:
+def _dynamo_freezes() -> bool:
     import torch._inductor.config as inductor_config
 
     return bool(inductor_config.freezing)
