@@ -20,6 +20,7 @@ from loka_compile.drift.put_back import sites_put_back
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import NATIVE, Role
 from loka_compile.header import Header
+from loka_compile.lowering.hooks import source_digest
 from loka_compile.passes.nodes import argument, kind, subgraphs
 from loka_compile.passes.sites import learnt_weight, name_sites
 from loka_compile.plan import Plan, make_plan
@@ -64,6 +65,7 @@ class Planning:
             "dtypes": self.dtypes,
             "fuse": self.config.fuse,  # the costs in a table count on fused kernels
             "torch": torch.__version__,
+            "package": source_digest(),  # costs and error measures are ours, and change
         }
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

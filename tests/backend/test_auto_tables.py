@@ -183,3 +183,16 @@ def test_a_norm_behind_a_gemm_counts_for_kernels_that_cannot_take_it(no_codegen)
         assert abs(row.gemm_us - bare - extra) < 1e-6, (site, provider, recipe)
         seen.add((site, apart))
     assert seen == {("0#0", True), ("0#0", False), ("3#0", False)}
+
+
+def test_a_table_of_another_version_of_the_package_is_not_used(no_codegen, monkeypatch):
+    """Its speeds come from cost tables and rules that have changed since."""
+    from loka_compile import planning
+
+    x = torch.randn(32, 48)
+    assert run_until_planned(Plain((48, 80)), x)[1] == 4
+    torch._dynamo.reset()
+    assert run_until_planned(Plain((48, 80)), x)[1] == 1
+    torch._dynamo.reset()
+    monkeypatch.setattr(planning, "source_digest", lambda: "another")
+    assert run_until_planned(Plain((48, 80)), x)[1] == 4
