@@ -364,10 +364,7 @@ def test_distributed_wrappers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:loka")
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "loka"])
-def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Inductor chooses how a reduction is cut up by timing the choices, so that compiling a model twice may give two
-    # roundings. This makes it choose by rule.
-    monkeypatch.setattr(inductor_config, "deterministic", True)
+def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None) -> None:
     how = {"backend": "loka", "options": {"table": "off"}} if mode == "loka" else {"mode": mode}
 
     def run(probed: bool) -> tuple[list[Tensor], Probe | None]:
@@ -379,10 +376,16 @@ def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None, monkeypatch: py
         return values(model), p
 
     plain, _ = run(False)
-    assert same(run(False)[0], plain), "two runs without the probe differ, so that a comparison with it says nothing"
     probed, p = run(True)
     assert p is not None
-    assert same(probed, plain)
+    if mode is None:
+        assert same(probed, plain)
+    else:
+        # On a GPU two compilations of one model need not agree in the last bit, even in Inductor's deterministic mode
+        # (torch 2.11), and AdamW's steps are of one size however small a gradient is. A missing gradient makes a
+        # difference of a tenth and more. On the CPU the bits agree, and the probe is held to that.
+        for a, b in zip(probed, plain, strict=True):
+            assert (a - b).norm() < 1e-3 * b.norm()
     assert sorted(p.stats) == SITES
     assert all(s.input.n == 200 and s.grad_output.n == 200 for s in p.stats.values())  # type: ignore[union-attr]
     assert p.stats["first#0"].device.type == "cuda"
