@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import probe_overhead
-from benchmarks.probe_overhead import Arm, summary
+from benchmarks.probe_overhead import Arm, arm, summary
 
 
 def test_every_arm_is_run_and_a_broken_case_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "overhead.json"
     rows = probe_overhead.main(
         ["--device", "cpu", "--cases", "chain16", "chain-1", "wukong:tiny", "--modes", "eager", "--batch", "16",
-         "--every", "7", "--rounds", "3", "--seconds", "1000", "--out", str(out)]
+         "--every", "7", "--rounds", "3", "--arms", "probe", "all", "--seconds", "1000", "--out", str(out)]
     )  # fmt: skip
     assert [(r["case"], r["arm"]) for r in rows] == [
-        (case, arm) for case in ("chain16", "wukong:tiny") for arm in ("none", "probe", "all")
+        (case, arm) for case in ("chain16", "wukong:tiny") for arm in ("probe", "all")
     ]
     written = json.loads(out.read_text())
     assert written["rows"] == json.loads(json.dumps(rows))
-    assert list(written["failed"]) == ["chain-1 eager"]
+    assert list(written["failed"]) == ["chain-1 eager probe", "chain-1 eager all"]
     assert {"gpu", "torch", "triton", "command"} <= set(written)
     for row in rows:
         assert row["rounds"] == 3
@@ -44,15 +46,28 @@ def test_no_time_left_is_said(tmp_path: Path) -> None:
 
 
 def test_the_overhead_is_the_mean_of_the_rounds_ratios() -> None:
-    none, arm = Arm("none", lambda: None, None), Arm("probe", lambda: None, None)
-    none.block_s, arm.block_s = [1.0, 2.0, 1.0], [1.01, 2.04, 1.03]
-    none.step_s = [[0.1] * 10, [0.2] * 10, [0.1] * 10]
-    arm.step_s = [[0.15, *[0.1] * 9], [0.3, *[0.2] * 9], [0.15, *[0.1] * 8, 0.4]]
-    row = summary("c", "eager", arm, none, None, None)
+    made = Arm("probe", lambda: None, None)  # type: ignore[arg-type]
+    made.without.block_s, made.with_probe.block_s = [1.0, 2.0, 1.0], [1.01, 2.04, 1.03]
+    made.without.step_s = [[0.1] * 10, [0.2] * 10, [0.1] * 10]
+    made.with_probe.step_s = [[0.1] * 5 + [s] + [0.1] * 4 for s in (0.15, 0.3, 0.15)]
+    row = summary("c", "eager", made, None, None)
     assert row["overhead"] == pytest.approx(0.02)
     # t(0.975, 2) = 4.3027; the ratios' standard deviation is 0.01
     assert row["overhead_high"] - row["overhead"] == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4)
     assert row["throughput_ratio"] == pytest.approx(1 / 1.02)
     assert row["sampled_step_ms"] == pytest.approx(150)
-    assert row["worst_step_ms"] == pytest.approx(400)
-    assert row["step_ms"] == pytest.approx(100)
+    assert row["worst_step_ms_with"] == pytest.approx(300)
+    assert row["worst_step_ms_without"] == pytest.approx(200)
+    assert row["step_ms_with"] == pytest.approx(100)
+
+
+def test_a_block_without_the_probe_has_no_tap_and_no_tick() -> None:
+    options = argparse.Namespace(device="cpu", batch=16, every=6, backend="inductor")
+    with arm("all", "chain16", "eager", options) as one:
+        steps, windows = one.probe.steps, one.probe.windows
+        one.block(False, 6, torch.device("cpu"))
+        assert (one.probe.steps, one.probe.windows, one.probe._intake.sampling) == (steps, windows, False)
+        for number in (1, 2):
+            one.block(True, 6, torch.device("cpu"))
+            assert (one.probe.steps, one.probe.windows) == (steps + 6 * number, windows + number)
+            assert not one.probe._intake.sampling, "a block must not end in a window"
