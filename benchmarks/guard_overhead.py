@@ -3,11 +3,10 @@
     python -m benchmarks.guard_overhead --out benchmarks/results/guard_overhead_h200.json      # one GPU, 120 s in all
 
 Cases: four layers of linear + LayerNorm + SiLU of width 2048 and 4096, batch 4096, bf16, fused AdamW, compiled with
-``backend="loka"`` and ``table="auto"``. One model is trained in blocks of ``every`` steps, with the guard and without
-it in turns; a block with it has one step in its middle that is looked at, in the guard's steady state (what ``grace``
-gives is used up). A block ends when the device is idle and the guard's worker has done what was waiting. The overhead
-is the mean over rounds of ``t(with) / t(without) - 1`` with its 95 % interval. A case without a single FP8 kernel has
-nothing to guard, and says so.
+``backend="loka"`` and ``table="auto"``. Two runs of a model of its own each, taking turns in blocks of ``every`` steps,
+one of which is looked at by the guard in its steady state (what ``grace`` gives is used up). A block ends when the
+device is idle and the guard's worker has done what was waiting. The overhead is the mean over rounds of
+``t(guard) / t(none) - 1`` with its 95 % interval. A case without a single FP8 kernel has nothing to guard, and says so.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import loka_compile
 from benchmarks.probe_overhead import build
@@ -39,7 +36,7 @@ AUTO_CALLS, WARM_LOOKS, WARM_EVERY = 5, 3, 5
 
 
 @contextlib.contextmanager
-def run_of(case: str, options: argparse.Namespace) -> Iterator[tuple[Callable[[], None], Guard]]:
+def run_of(case: str, guarded: bool, options: argparse.Namespace) -> Iterator[tuple[Callable[[], None], Guard | None]]:
     """A training run that is planned, compiled and warm: its step, and the guard around it."""
     device = torch.device(options.device)
     model, loss = build(case, options.batch, device)
@@ -56,54 +53,57 @@ def run_of(case: str, options: argparse.Namespace) -> Iterator[tuple[Callable[[]
 
     for _ in range(AUTO_CALLS + 2):
         step()
+    if not guarded:
+        for _ in range(WARM_LOOKS * WARM_EVERY):
+            step()
+        yield step, None
+        return
     with loka_compile.guard(model, every=WARM_EVERY) as guard:
         for _ in range(WARM_LOOKS * WARM_EVERY):
             step()
         _ = guard.errors
         guard.every = options.every
-        while guard.steps % options.every != options.every // 2:  # the guard looks in the middle of a block
+        while guard.steps % options.every:  # a block begins with the step that is looked at
             step()
         guard._budget.allowance = guard._budget.spent  # what it may take is what it earns from now on
         yield step, guard
 
 
-def block(step: Callable[[], None], guard: Guard, on: bool, steps: int, device: torch.device) -> float:
-    """Seconds of so many steps: with the guard's work beside them, or as if there were no guard."""
-    if not on:
-        guard._hook.remove()
+def block(step: Callable[[], None], guard: Guard | None, steps: int, device: torch.device) -> float:
+    """Seconds of so many steps, the guard's work beside them included."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    guard._last_tick = start = time.perf_counter()  # blocks without it earn nothing
+    start = time.perf_counter()
     for _ in range(steps):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    if on:
+    if guard is not None:
         _ = guard.errors  # waits for the worker
-    seconds = time.perf_counter() - start
-    if not on:
-        guard._hook = register_optimizer_step_post_hook(guard._on_optimizer_step)
-    return seconds
+    return time.perf_counter() - start
 
 
 def measure(case: str, options: argparse.Namespace, until: float) -> dict[str, Any]:
-    """Rounds with and without the guard until the time is up (three at least)."""
+    """Rounds of both runs until the time is up (three at least)."""
     torch._dynamo.reset()
     device = torch.device(options.device)
     times: dict[bool, list[float]] = {False: [], True: []}
-    with run_of(case, options) as (step, guard):
+    with contextlib.ExitStack() as stack:
+        runs = {guarded: stack.enter_context(run_of(case, guarded, options)) for guarded in (False, True)}
+        guard = runs[True][1]
+        assert guard is not None
         if not guard.errors:
             raise RuntimeError("no GEMM of this case runs in FP8: there is nothing to guard")
         before = guard.looks
         while len(times[True]) < 3 or (time.perf_counter() < until and len(times[True]) < options.rounds):
-            for on in (False, True) if len(times[True]) % 2 else (True, False):
-                times[on].append(block(step, guard, on, options.every, device))
+            for guarded in (False, True) if len(times[True]) % 2 else (True, False):
+                step, of = runs[guarded]
+                times[guarded].append(block(step, of, options.every, device))
         ratios = [t / t0 - 1 for t, t0 in zip(times[True], times[False], strict=True)]
         interval = confidence_interval(ratios)
         return {
             "case": case, "rounds": len(ratios), "step_ms": 1e3 * min(times[False]) / options.every,
             "overhead": interval.mean, "overhead_low": interval.low, "overhead_high": interval.high,
-            "overhead_median": statistics.median(ratios),
             "looks": guard.looks - before, "gemms": len(guard.errors), "departed": sorted(guard.departed),
             "errors": {" ".join(key): list(value) for key, value in guard.errors.items()},
         }  # fmt: skip

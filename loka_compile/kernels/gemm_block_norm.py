@@ -21,10 +21,10 @@ from loka_compile.kernels.scaled_gemm import can_use_tma
 
 @triton.jit
 def _tile(
-    tile, A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
+    tile, A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    RESIDUAL: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = dev.accumulate(
@@ -39,12 +39,14 @@ def _tile(
         sa = tl.load(SA + rm, mask=rm < M, other=0.0)
         sb = tl.load(SB + rn, mask=rn < N, other=0.0)
         acc = acc * sa[:, None] * sb[None, :]
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    if RESIDUAL:
+        acc += tl.load(R + offset, mask=mask, other=0.0).to(tl.float32)
     if not EVEN_N:
         acc = tl.where(rn[None, :] < N, acc, 0.0)
     rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM) + EPS)
     y = dev.over_block(acc, rstd, BLOCK_M, BLOCK_N, NORM)
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
     if WRITE_RSTD:
         rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
         blocks = tl.cdiv(N, NORM)
@@ -58,23 +60,23 @@ def _tile(
 
 @triton.jit
 def _kernel(
-    A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
+    A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    RESIDUAL: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
             _tile(
-                tile, A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+                tile, A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, RESIDUAL, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
             )  # fmt: skip
     else:
         _tile(
-            tl.program_id(0), A, B, SA, SB, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K,
-            GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+            tl.program_id(0), A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+            GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, RESIDUAL, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
         )  # fmt: skip
 
 
@@ -86,10 +88,12 @@ def norm_tile(n: int, block: int) -> int:
 def launch(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, y: Tensor | None, rstd: Tensor | None,
     q: Tensor | None, *, block: int, eps: float, fast: bool, config: GemmConfig, q_scale: float = 16.0,
+    residual: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``y = BlockNorm(a @ b.T)`` and/or ``q = fp8(HardSwish(y) * q_scale)``, and rstd where given.
+    """Write ``y = BlockNorm(a @ b.T + residual)`` and/or ``q = fp8(HardSwish(y) * q_scale)``, and rstd where given.
 
     a [M, K], b [N, K], both with contiguous rows; scales fp32: both scalar, or [M, 1] and [1, N] (or [N, 1]).
+    residual, where given: [M, N], contiguous, any floating dtype; not scaled.
     """
     (m, k), n = a.shape, b.shape[0]
     norm = norm_tile(n, block)
@@ -110,11 +114,11 @@ def launch(
     any_ptr = next(t for t in (y, q) if t is not None)
     _kernel[(grid,)](
         *args, any_ptr if scale_a is None else scale_a, any_ptr if scale_b is None else scale_b,
-        any_ptr if y is None else y, any_ptr if rstd is None else rstd, any_ptr if q is None else q,
+        any_ptr if residual is None else residual, any_ptr if y is None else y, any_ptr if rstd is None else rstd, any_ptr if q is None else q,
         m, n, k, a.stride(0), b.stride(0), eps,
         BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, NORM=norm,
         EVEN_N=n % block_n == 0, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, SCALING=scaling,
-        WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, WRITE_Q=q is not None, Q_SCALE=q_scale,
+        RESIDUAL=residual is not None, WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, WRITE_Q=q is not None, Q_SCALE=q_scale,
         PERSISTENT=config.persistent, FLATTEN=config.persistent and tma,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

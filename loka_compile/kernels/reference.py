@@ -37,10 +37,12 @@ def block_norm(x: Tensor, block: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def gemm_block_norm_ref(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """``y = BlockNorm(a @ b * scales)`` in out_dtype and rstd; the product is normalised before it is rounded."""
-    y, rstd = block_norm(scaled_product(a, b, scale_a, scale_b), block, eps)
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
+    out_dtype: torch.dtype, residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``y = BlockNorm(a @ b * scales + residual)`` in out_dtype and rstd; normalised before anything is rounded."""
+    z = scaled_product(a, b, scale_a, scale_b)
+    y, rstd = block_norm(z if residual is None else z + wide(residual), block, eps)
     return y.to(out_dtype), rstd
 
 
@@ -55,6 +57,18 @@ def block_norm_backward_ref(
     for gp, yp, r in zip(g.split(block, 1), y.split(block, 1), rstd.split(1, 1), strict=True):
         out.append(r * (gp - yp * (gp * yp).mean(1, keepdim=True)))
     return torch.cat(out, 1)
+
+
+def block_norm_backward_fp8_ref(
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx in grad's dtype, dx in FP8, its transpose, their scale, and ``fp8(HardSwish(y) * 16)`` transposed.
+
+    The cast reads dx before it is rounded to grad's dtype.
+    """
+    dx = block_norm_backward_ref(grad, y, rstd, block, hardswish)
+    amax = dx.abs().max().reshape(1) if dx.numel() else dx.new_zeros((1,))
+    return dx.to(grad.dtype), *cast_transpose_ref(dx, amax, dtype), hardswish_fp8_ref(y, 16.0).t().contiguous()
 
 
 def hardswish_fp8_ref(y: Tensor, factor: float) -> Tensor:

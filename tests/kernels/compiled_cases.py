@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from loka_compile.kernels import quantize, scaled_gemm
+from loka_compile.kernels import block_norm_backward_fp8, grid_barrier, quantize, scaled_gemm
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.providers.triton_configs import config_for
 
@@ -44,7 +44,8 @@ def watch(found: list[dict[str, Any]]) -> None:
     """Let launches of our kernels compile only, and note the result."""
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    for module in (quantize, scaled_gemm):
+    grid_barrier.phases = lambda device: (0,)  # as on a GPU
+    for module in (block_norm_backward_fp8, quantize, scaled_gemm):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -105,7 +106,21 @@ def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    for m, n in [(4096, 512), (4096, 1024), (199, 3456)]:
+        for with_xt in (False, True):
+            found.clear()
+            grad, state = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(grid_barrier.STATE, dtype=torch.int32)
+            block_norm_backward_fp8.block_norm_backward_fp8(
+                grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), state, block=256, hardswish=True, dtype=FP8,
+                with_xt=with_xt,
+            )  # fmt: skip
+            results[f"{m}x{n} {with_xt}"] = list(found)
+    return results
+
+
 if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
-    json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted)}, sys.stdout)
+    json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted)}, sys.stdout)

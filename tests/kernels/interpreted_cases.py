@@ -15,9 +15,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
+from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 from loka_compile.kernels.cast import cast_transpose, quantize_weights
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.kernels.gemm_block_norm import launch
+from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.split_k import gemm_split_k
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
@@ -36,7 +38,7 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, **more: Any) -> tu
     y = torch.full((m, n), float("nan"))
     rstd = torch.full((m, -(-n // block)), float("nan"))
     scales = more.pop("scales", (None, None))
-    launch(a, b, *scales, y, rstd, None, block=block, eps=1e-5, fast=more.pop("fast", True), config=config)
+    launch(a, b, *scales, y, rstd, None, block=block, eps=1e-5, fast=more.pop("fast", True), config=config, **more)
     return y, rstd
 
 
@@ -49,6 +51,17 @@ def test_gemm_block_norm(m: int, n: int, k: int, config: GemmConfig) -> None:
     a, b = torch.randn(m, k), torch.randn(n, k)
     y, rstd = run(a, b, config)
     expected, expected_rstd = ref.gemm_block_norm_ref(a.double(), b.double().t(), None, None, 256, 1e-5, torch.float64)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [POINTERS, PERSISTENT], ids=["pointers", "persistent"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 16), (37, 256, 48), (5, 100, 13), (20, 512, 32)])
+def test_residual_before_the_norm(m: int, n: int, k: int, config: GemmConfig) -> None:
+    a, b, residual = torch.randn(m, k), torch.randn(n, k), (torch.randn(m, n) * 5).bfloat16()
+    scale = torch.tensor(0.5)
+    y, rstd = run(a, b, config, scales=(scale, scale), residual=residual)
+    expected, expected_rstd = ref.block_norm(0.25 * a.double() @ b.double().t() + residual.double(), 256, 1e-5)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=1e-6)
 
@@ -115,11 +128,41 @@ def test_backward_writes_the_transposed_activation() -> None:
     assert ((xt.float() - expected).abs() <= 0.55 * expected.abs() + 2.0**-8).all()
 
 
+@pytest.mark.parametrize(("m", "n"), [(1, 384), (33, 256), (199, 384), (20, 100), (70, 3456)])
+@pytest.mark.parametrize("hardswish", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_backward_in_fp8(m: int, n: int, hardswish: bool, dtype: torch.dtype) -> None:
+    y, grad, rstd = torch.randn(m, n) * 2, torch.randn(m, n), torch.rand(m, -(-n // 256)) + 0.5
+    y[0, :3] = torch.tensor([-3.0, 3.0, 0.0])
+    state = torch.zeros(STATE, dtype=torch.int32)
+    dx, q, qt, scale, xt = block_norm_backward_fp8(
+        grad, y, rstd, state, block=256, hardswish=hardswish, dtype=dtype, with_dx=True, with_xt=True
+    )  # fmt: skip
+    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, hardswish)
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
+    assert scale.item() == pytest.approx(expected.abs().max().item() / torch.finfo(dtype).max, rel=1e-5)
+    assert torch.equal(q.float().t(), qt.float())
+    # Coarse, because the interpreter's casts are wrong by up to half of the value.
+    assert ((q.double() * scale - expected).abs() <= 0.55 * expected.abs() + scale * 2.0**-8).all()
+    assert ((xt.float().t() - ref.hardswish_fp8_ref(y, 16.0).float()).abs() <= 0.55 * 16 * y.abs() + 2.0**-8).all()
+    assert not state.any()
+    only = block_norm_backward_fp8(
+        grad, y, rstd, state, block=256, hardswish=hardswish, dtype=dtype, with_q=False
+    )  # fmt: skip
+    assert [t.numel() for t in only] == [0, 0, m * n, 1, 0]
+    assert torch.equal(only[2].float(), qt.float())
+
+
 def test_nan_reaches_the_maxima() -> None:
     y, grad, rstd = torch.randn(5, 256), torch.randn(5, 256), torch.rand(5, 1)
     grad[3, 200] = float("nan")
     amax = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=False)[1]
     assert amax.isnan().any()
+    state = torch.zeros(STATE, dtype=torch.int32)
+    assert block_norm_backward_fp8(
+        grad, y, rstd, state, block=256, hardswish=True, dtype=torch.float8_e4m3fn
+    )[3].isnan()  # fmt: skip
+    assert not state.any()
     scale = cast_transpose(grad, amax, torch.float8_e5m2)[2]
     assert scale.isnan()
     assert quantize_weights([grad], torch.float8_e4m3fn, [False])[2][0].isnan()

@@ -54,3 +54,13 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
         # One pass where a block lies in one tile, or a row in one program; else maxima first.
         passes = 2 if case.startswith("tensorwise") or case in ("rowwise x.T", "rowwise both") else 1
         assert len(kernels) == passes, case
+
+
+def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:
+    """A cooperative launch of two programs a multiprocessor fails unless two of them fit; nothing may be spilt for it."""
+    assert len(compiled["meeting"]) == 6
+    for case, (kernel,) in compiled["meeting"].items():
+        # An odd batch writes its transposes byte by byte.
+        assert kernel["stack"] == 0 or case == "199x3456 True", case
+        assert 2 * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
+        assert 2 * kernel["shared"] <= SHARED, case

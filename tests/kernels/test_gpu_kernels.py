@@ -69,6 +69,47 @@ def test_backward(m: int, n: int, dtype: torch.dtype) -> None:
     assert relative(xt.float().t() / 16, F.hardswish(y64)) < 0.04
 
 
+@pytest.mark.parametrize(
+    ("m", "n"), [(1, 384), (199, 3456), (4096, 512), (4096, 1024), (4096, 2048), (64, 7680), (200, 100)]
+)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype) -> None:
+    """The kernel whose programs meet: many times, for what a missed meeting would change; in a CUDA graph too."""
+    from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
+    from loka_compile.kernels.grid_barrier import STATE
+
+    y = (torch.randn(m, n, device="cuda") * 1.5).bfloat16()
+    rstd, state = torch.rand(m, -(-n // 256), device="cuda") + 0.5, torch.zeros(STATE, dtype=torch.int32, device="cuda")
+    grads = [(torch.randn(m, n, device="cuda") * 10.0**-i).bfloat16() for i in range(8)]
+
+    def run(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return block_norm_backward_fp8(
+            grad, y, rstd, state, block=256, hardswish=True, dtype=dtype, with_dx=True, with_xt=True
+        )  # fmt: skip
+
+    def check(grad: torch.Tensor, found: tuple[torch.Tensor, ...]) -> None:
+        dx, q, qt, scale, xt = found
+        expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, True)
+        assert relative(dx, expected) < 4e-3
+        amax = expected.abs().max().item()
+        assert scale.item() == pytest.approx(amax / torch.finfo(dtype).max, rel=1e-4)
+        assert torch.equal(q.float().t(), qt.float())
+        assert relative(q.double() * scale.double(), expected) < (0.04 if dtype == E4M3 else 0.08)
+        assert (xt.float().t() != ref.hardswish_fp8_ref(y, 16.0).float()).float().mean().item() < 1e-2
+        assert not state.any()
+
+    for grad, found in [(grad, run(grad)) for grad in grads]:
+        check(grad, found)
+    static = grads[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(static)
+    for grad in (grads[3], grads[1]):
+        static.copy_(grad)
+        graph.replay()
+        check(grad, found)
+
+
 @pytest.mark.parametrize("shape", [(4096, 512), (199, 3456), (1, 17), (130, 70)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("magnitude", [1.0, 0.0, 1e-20])
@@ -123,6 +164,29 @@ def test_split_k(m: int, n: int, k: int, splits: int, tma: bool) -> None:
     assert relative(first.sum(0), a.double() @ b.double().t() * 1e-4) < 2e-3
     again = gemm_split_k(a, b, scale, scale, splits, fast=True, config=config)
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("kind", [E4M3, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 448), (199, 3456, 448), (4096, 512, 1024)])
+def test_compiled_residual_before_the_norm(kind: torch.dtype, m: int, n: int, k: int) -> None:
+    from loka_compile.lowering.fused import lowerings
+
+    lowerings.register()
+    a, b = torch.randn(m, k, device="cuda").to(kind), torch.randn(n, k, device="cuda").to(kind).t()
+    residual = torch.randn(m, n, device="cuda").bfloat16() * 30
+    one = torch.ones((), device="cuda") if kind == E4M3 else None
+
+    def layer(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, rstd = torch.ops.loka.gemm_block_norm(a, b, one, one, 256, 1e-5, torch.bfloat16, True, True, r)
+        return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3), y, rstd
+
+    expected, expected_rstd = ref.block_norm(a.double() @ b.double() + residual.double(), 256, 1e-5)
+    eager = torch.ops.loka.gemm_block_norm(a, b, one, one, 256, 1e-5, torch.float32, True, True, residual)
+    assert relative(eager[0], expected) < 2e-3
+    q, y, rstd = torch.compile(layer, fullgraph=True)(a, b, residual)
+    assert relative(q.float() / 16, F.hardswish(expected)) < 0.04
+    assert relative(y, expected) < 4e-3
+    assert relative(rstd, expected_rstd) < 2e-3
 
 
 @pytest.mark.parametrize("kind", [E4M3, torch.bfloat16])

@@ -65,12 +65,18 @@ def bf16_to_fp32(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return torch.ops.loka.gemm_block_norm(a, b, None, None, 256, 1e-5, torch.float32, True, True)
 
 
+def residual_before(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, False, b)
+    return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3)
+
+
 CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "inference": (inference, 4096, 1024, 1024, None),
     "training": (training, 4096, 1024, 1024, None),
     "short last block": (training, 199, 384, 64, None),
     "unaligned": (inference, 199, 512, 13, None),
     "residual": (residual, 256, 512, 256, None),
+    "residual before the norm": (residual_before, 384, 512, 384, None),
     "dynamic batch": (training, 256, 512, 256, True),
     "fp32 model": (fp32_model, 4096, 1024, 1024, None),
     "fp32 model, few tiles": (fp32_model, 256, 1024, 1024, None),

@@ -31,6 +31,7 @@ def generated() -> dict[str, Any]:
         ("short last block", 3),
         ("unaligned", 1),
         ("residual", 1),
+        ("residual before the norm", 1),
         ("dynamic batch", 3),
     ],
 )

@@ -43,7 +43,7 @@ def test_fp8_gemm_and_norm_become_one_operator(m: int, n: int) -> None:
     assert "aten.hardswish.default" not in found
     assert "FP8 GEMM + BlockNorm(256) + HardSwish in one kernel" in report.fusions[0]
     node = next(n for n in gm.graph.nodes if str(n.target) == FUSED)
-    assert node.args[4:] == (256, 1e-5, BF16, True, False)
+    assert node.args[4:] == (256, 1e-5, BF16, True, False, None)
 
 
 def test_rstd_is_written_only_where_it_is_read() -> None:
@@ -53,7 +53,7 @@ def test_rstd_is_written_only_where_it_is_read() -> None:
 
     gm, report = trace(training, *fp8_inputs(64, 512, 64)), Report()
     assert fuse(gm.graph, report) == 1
-    assert next(n for n in gm.graph.nodes if str(n.target) == FUSED).args[-1] is True
+    assert next(n for n in gm.graph.nodes if str(n.target) == FUSED).args[8] is True
     assert "kept for the backward" in report.fusions[0]
     assert [tuple(v.shape) for v in (o.meta["val"] for o in gm.graph.output_node().args[0])] == [(64, 512), (64, 2)]
 
@@ -68,6 +68,55 @@ def test_bf16_gemm_views_and_casts_in_between() -> None:
     value = gm.graph.output_node().args[0].meta["val"]
     assert (tuple(value.shape), value.dtype) == ((8, 16, 512), F32)
     assert "bfloat16 GEMM" in report.fusions[0]
+
+
+def summed(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, residual: Tensor) -> Tensor:
+    z = fp8_linear(x, w, sx, sw).view(residual.shape)
+    return F.hardswish(loka.block_norm(residual + z, 256, 1e-5)[0])
+
+
+@pytest.mark.parametrize("shape", [(48, 512), (4, 12, 512)])
+def test_a_residual_before_the_norm_is_added_in_the_kernel(shape: tuple[int, ...]) -> None:
+    gm, report = trace(summed, *fp8_inputs(48, 512, 64), (shape, BF16)), Report()
+    assert fuse(gm.graph, report) == 1
+    assert "FP8 GEMM + residual + BlockNorm(256) + HardSwish in one kernel" in report.fusions[0]
+    added = [n for n in gm.graph.nodes if str(n.target) == "aten.add.Tensor"]
+    assert all(isinstance(n.args[1], float) for n in added)  # HardSwish's, spelt out
+    node = next(n for n in gm.graph.nodes if str(n.target) == FUSED)
+    assert tuple(node.args[9].meta["val"].shape) == (48, 512)
+    assert tuple(gm.graph.output_node().args[0].meta["val"].shape) == shape
+
+
+def test_a_sum_that_others_read_or_that_broadcasts_is_no_residual() -> None:
+    def read_twice(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        z = fp8_linear(x, w, sx, sw) + residual
+        return loka.block_norm(z, 256, 1e-5)[0], z
+
+    def of_two(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, residual: Tensor) -> Tensor:
+        z = fp8_linear(x, w, sx, sw) + residual + residual
+        return loka.block_norm(z, 256, 1e-5)[0]
+
+    report = Report()
+    assert fuse(trace(read_twice, *fp8_inputs(48, 512, 64), ((48, 512), BF16)).graph, report) == 0
+    assert "read by others" in report.fusions[0]
+    for fn, shape in ((of_two, (48, 512)), (summed, (1, 512))):
+        if fn is summed:
+            fn = lambda x, w, sx, sw, r: loka.block_norm(fp8_linear(x, w, sx, sw) + r, 256, 1e-5)[0]  # noqa: E731
+        report = Report()
+        assert fuse(trace(fn, *fp8_inputs(48, 512, 64), (shape, BF16)).graph, report) == 0
+        assert "not a GEMM's result" in report.fusions[0]
+
+
+def test_of_two_products_the_one_that_nothing_else_reads() -> None:
+    def both(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = fp8_linear(x, w, sx, sw), fp8_linear(x, v, sx, sw)
+        return loka.block_norm(first + second, 256, 1e-5)[0], first
+
+    gm, report = trace(both, *fp8_inputs(48, 512, 64), ((512, 64), E4M3)), Report()
+    assert fuse(gm.graph, report) == 1
+    node = next(n for n in gm.graph.nodes if str(n.target) == FUSED)
+    assert node.args[9] is next(n for n in gm.graph.nodes if "_scaled_mm" in str(n.target))
+    assert node.args[1].args[0].name.startswith("v")
 
 
 def test_quantiser_after_it_loses_clamps_that_cannot_act() -> None:

@@ -1,7 +1,7 @@
 """Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
-bounds M, N, K or the number of 128x256 output tiles. A kernel may name no configuration for a shape: then it is not
+bounds M, N, K, M * N or the number of 128x256 output tiles. A kernel may name no configuration for a shape: then it is not
 used there, because it was not faster than its parts.
 """
 
@@ -30,6 +30,7 @@ def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) 
     """
     tiles = -(-m // 128) * -(-n // 256)
     sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "itemsize": itemsize, "fast": int(fast or itemsize > 1)}
+    sizes["elements"] = m * n
     for rule in _rules()[kernel]:
         when = rule.get("when", {})
         if all(low <= sizes[name] <= high for name, (low, high) in when.items()):

@@ -1,4 +1,5 @@
-"""Forward fusion, on a graph as Inductor is about to lower it: GEMM -> (cast) -> BlockNorm becomes one operator.
+"""Forward fusion, on a graph as Inductor is about to lower it: GEMM -> (cast, residual) -> BlockNorm becomes one
+operator.
 
 The operator's template takes Inductor's pointwise epilogue (HardSwish, gate, residual, cast, FP8 quantisation), so that
 linear, norm, activation and the next layer's quantisation are one kernel. Anything that cannot be fused is left alone
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,10 +43,14 @@ class Product:
     scale_a: fx.Node | None
     scale_b: fx.Node | None
     fast: bool
+    #: What is added to the product in front of the norm, in the shape of the norm's input or [M, N].
+    residual: fx.Node | None = None
+    #: The product as it is added: the GEMM's result behind its casts and views, without the residual.
+    summand: fx.Node | None = None
 
 
 def fuse(graph: fx.Graph, report: Report) -> int:
-    """Fuse every GEMM with the BlockNorm behind it; returns how many were fused. ``graph`` is changed in place.
+    """Fuse every GEMM with the BlockNorm behind it, and a residual between them; returns how many were fused. ``graph`` is changed in place.
 
     To run in ``post_grad_custom_pre_pass``, on forward and backward graphs (under activation checkpointing the backward
     recomputes the forward with the same kernels), before what is left of BlockNorm is decomposed.
@@ -96,10 +101,45 @@ def block_refusal(n: Any, block: int) -> str:
 
 
 def _product_of(norm: fx.Node) -> Product | None:
-    """Walk from the norm's input over casts, aliases and views of the rows to the GEMM."""
-    node = arg(norm, 0)
-    width = arg(norm, 0).meta["val"].shape[-1]
+    """Walk from the norm's input over casts, aliases, views of the rows and one sum with a residual to the GEMM."""
     path: list[fx.Node] = []
+    node = arg(norm, 0)
+    while _keeps_rows(node):
+        path.append(node)
+        node = arg(node, 0)
+    if not is_sum(node):
+        return _gemm(node, path)
+    left, right = node.args
+    products = [
+        replace(found, residual=residual, summand=summand)
+        for summand, residual in ((left, right), (right, left))
+        if (found := _gemm(summand, [*path, node])) is not None
+    ]
+    # Where both are products, the one that nothing else reads.
+    return next((p for p in products if _alone(p)), products[0] if products else None)
+
+
+def _alone(product: Product) -> bool:
+    return all(len(node.users) == 1 for node in product.path)
+
+
+def _keeps_rows(node: Any) -> bool:
+    """Whether a node only casts its input, or groups the rows of [..., N] differently."""
+    same_width = is_call(node, *VIEWS) and arg(node, 0).meta["val"].shape[-1] == node.meta["val"].shape[-1]
+    return is_call(node, *CONVERT, *ALIAS) or same_width
+
+
+def is_sum(node: Any) -> bool:
+    """Whether a node adds two tensors of its own shape."""
+    if not is_call(node, aten.add.Tensor) or node.kwargs:
+        return False
+    shape = node.meta["val"].shape
+    return all(isinstance(n, fx.Node) and n.meta["val"].shape == shape for n in node.args)
+
+
+def _gemm(node: Any, path: list[fx.Node]) -> Product | None:
+    """The GEMM behind casts, aliases and views of the rows; path is what lies between the norm and ``node``."""
+    path = list(path)
     while isinstance(node, fx.Node):
         path.append(node)
         if is_call(node, aten.mm.default):
@@ -110,8 +150,7 @@ def _product_of(norm: fx.Node) -> Product | None:
             if bias is not None or scale_result is not None or node.kwargs:
                 return None
             return Product(node, tuple(path), a, b, scale_a, scale_b, bool(fast))
-        keeps_rows = is_call(node, *VIEWS) and arg(node, 0).meta["val"].shape[-1] == width
-        if not (is_call(node, *CONVERT, *ALIAS) or keeps_rows):
+        if not _keeps_rows(node):
             return None
         node = arg(node, 0)
     return None
@@ -122,7 +161,7 @@ def _refusal(norm: fx.Node, product: Product) -> str:
     reason = on_this_device(value) or block_refusal(value.shape[1], int(arg(norm, 1)))
     if reason:
         return reason
-    if any(len(node.users) > 1 for node in product.path):
+    if not _alone(product):
         return "the GEMM's result is read by others as well"
     if shape_to_view(norm.meta["val"][0].shape) is None:
         return "more than one of its sizes changes from call to call"
@@ -163,13 +202,14 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     kind = "FP8" if dtype_of(product.a) in FP8 else str(dtype_of(product.a)).removeprefix("torch.")
     operands = (product.a, product.b, product.scale_a, product.scale_b)
     if splits > 1:
-        _split(graph, norm, product, operands, splits)
+        _split(graph, product, operands, splits)
         return f"{kind} GEMM cut into {splits} along K ({m}x{n}x{k} has too few tiles), summed with BlockNorm"
     out_dtype = norm.meta["val"][0].dtype
     with graph.inserting_before(norm):
+        residual = None if product.residual is None else _reshaped(graph, product.residual, product.node.meta["val"])
         new_y, new_rstd = emit(
             graph, product.node, torch.ops.loka.gemm_block_norm.default,
-            (*operands, block, eps, out_dtype, product.fast, rstd is not None),
+            (*operands, block, eps, out_dtype, product.fast, rstd is not None, residual),
         )  # fmt: skip
         new_y = _reshaped(graph, new_y, norm.meta["val"][0])
         if rstd is not None:
@@ -180,12 +220,13 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
         rstd.replace_all_uses_with(new_rstd)
     followed = _cheapen_epilogue(graph, new_y, math.sqrt(block))
     saved = " (y and rstd kept for the backward)" if rstd is not None else ""
-    return f"{kind} GEMM + BlockNorm({block}){followed} in one kernel{saved}"
+    added = " + residual" if residual is not None else ""
+    return f"{kind} GEMM{added} + BlockNorm({block}){followed} in one kernel{saved}"
 
 
-def _split(graph: fx.Graph, norm: fx.Node, product: Product, operands: tuple[fx.Node | None, ...], splits: int) -> None:
+def _split(graph: fx.Graph, product: Product, operands: tuple[fx.Node | None, ...], splits: int) -> None:
     """GEMM in parts; the sum is pointwise to Inductor, which makes one kernel of it, the norm and what follows."""
-    last = product.path[0]
+    last = product.path[0] if product.summand is None else product.summand
     with graph.inserting_before(product.node):
         (parts,) = emit(
             graph, product.node, torch.ops.loka.gemm_split_k.default, (*operands, splits, product.fast)
@@ -257,4 +298,4 @@ def _drop_dead_clamps(node: fx.Node, bound: float) -> str:
     return found
 
 
-__all__ = ["block_refusal", "fuse", "on_this_device", "will_fuse"]
+__all__ = ["block_refusal", "fuse", "is_sum", "on_this_device", "will_fuse"]

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from loka_compile.gemm import Role
-from loka_compile.lowering.fused import ops
-from loka_compile.lowering.fused.forward import block_refusal, on_this_device
+from loka_compile.lowering.fused.forward import block_refusal, is_sum, on_this_device
+from loka_compile.lowering.fused.gradients import drop_unread, gradients
 from loka_compile.lowering.fused.match import (
     ALIAS,
     CONVERT,
@@ -26,16 +26,14 @@ from loka_compile.lowering.fused.match import (
     Quantise,
     arg,
     emit,
-    flat_shape,
     is_call,
     quantisations,
     result,
     rows,
     shape_to_view,
     sort_topologically,
-    strip,
 )
-from loka_compile.lowering.roles import MatMul, site_of
+from loka_compile.lowering.roles import MatMul
 from loka_compile.report import Report
 
 logger = logging.getLogger(__name__)
@@ -48,105 +46,14 @@ def fuse_joint(graph: fx.Graph, report: Report) -> int:
     To run on the joint graph after its GEMMs are lowered.
     """
     found = list(quantisations(graph))
-    emitted = _weights(graph, found, report)
-    for node in list(graph.nodes):
-        if is_call(node, torch.ops.loka.block_norm_backward.default):
-            emitted += _gradient(graph, node, found, report)
+    emitted = _weights(graph, found, report) + gradients(graph, found, report)
     if emitted:
         sort_topologically(graph)
         graph.eliminate_dead_code()
+        drop_unread(graph)
         graph.lint()
     logger.info("fused %d places of the joint graph", emitted)
     return emitted
-
-
-# ---------------------------------------------------------------------------------------------- gradients
-def _gradient(graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Report) -> int:
-    name = site_of(norm) or norm.name
-    grad, y, rstd, block = norm.args
-    assert isinstance(grad, fx.Node)
-    assert isinstance(y, fx.Node)
-    assert isinstance(block, int)
-    value = norm.meta["val"]
-    consumers = [q for q in found if rows(q.source) is norm and q.factor is None]
-    activation = _hardswish_backward(grad, y)
-    inputs = [q for q in found if _is_activation_of(q, y)] if activation is not None else []
-    copies = [copy for q in inputs for copy in q.transposes() if copy.meta.get("partitioner_tag") == "is_backward"]
-    reason = on_this_device(value) or block_refusal(value.shape[-1], block)
-    if not reason and shape_to_view(value.shape) is None:
-        reason = f"more than one size of its gradient {list(value.shape)} changes"
-    if not reason and not consumers and not copies:
-        reason = "no FP8 GEMM reads its gradient or its activation"
-    if reason:
-        report.fusions.append(f"{name}: backward of BlockNorm not fused: {reason}")
-        return 0
-    source = arg(activation, 0) if activation is not None else grad
-    with graph.inserting_before(norm):
-        dx, amax, xt = emit(
-            graph, norm, torch.ops.loka.block_norm_backward_amax.default,
-            (*(_flat(graph, n) for n in (source, strip(y), rstd)), block, activation is not None, bool(copies)),
-        )  # fmt: skip
-        for dtype in dict.fromkeys(q.dtype for q in consumers):
-            _cast(graph, norm, dx, amax, dtype, [q for q in consumers if q.dtype == dtype])
-        shaped = _viewed(graph, dx, shape_to_view(value.shape)) if value.dim() != 2 else dx
-    norm.replace_all_uses_with(shaped)
-    for copy in copies:
-        copy.replace_all_uses_with(xt)
-    words = "HardSwish' + BlockNorm'" if activation is not None else "BlockNorm'"
-    extra = " + FP8 transpose of the layer's output" if copies else ""
-    second = ", FP8 gradient in both layouts in a second" if consumers else ""
-    report.fusions.append(f"{name}: {words} + amax{extra} in one kernel{second}")
-    return 1
-
-
-def _flat(graph: fx.Graph, node: Any) -> fx.Node:
-    """[..., N] as [M, N]."""
-    return node if node.meta["val"].dim() == 2 else _viewed(graph, node, flat_shape(node.meta["val"].shape))
-
-
-def _viewed(graph: fx.Graph, node: fx.Node, sizes: list[int] | None) -> fx.Node:
-    (view,) = emit(graph, node, aten.reshape.default, (node, sizes))
-    return view
-
-
-def _cast(
-    graph: fx.Graph, norm: fx.Node, dx: fx.Node, amax: fx.Node, dtype: torch.dtype, consumers: list[Quantise]
-) -> None:
-    """One cast serves all GEMMs that read the gradient in that format."""
-    copies = [copy for q in consumers for copy in q.transposes()]
-    direct = [q for q in consumers if q.direct_users()]
-    q, qt, scale = emit(
-        graph, norm, torch.ops.loka.cast_transpose.default, (dx, amax, dtype, bool(direct), bool(copies))
-    )  # fmt: skip
-    for consumer in consumers:
-        for copy in consumer.transposes():
-            copy.replace_all_uses_with(qt)
-        consumer.node.replace_all_uses_with(q)
-        if consumer.scale is not None:
-            consumer.scale.replace_all_uses_with(scale)
-
-
-def _hardswish_backward(grad: fx.Node, y: fx.Node) -> fx.Node | None:
-    """The HardSwish' in front, if it is that of this very y and nothing else reads its result."""
-    node = grad
-    while node is strip(node) or len(node.users) == 1:
-        if is_call(node, aten.hardswish_backward.default):
-            same = rows(arg(node, 1)) is rows(y)
-            return node if same and len(node.users) == 1 else None
-        if node is strip(node):
-            return None
-        node = arg(node, 0)
-    return None
-
-
-def _is_activation_of(q: Quantise, y: fx.Node) -> bool:
-    """Whether ``q`` is ``fp8(hardswish(y) * 16)``, which the backward kernel can write from the y that it reads."""
-    return (
-        q.factor == 16.0
-        and q.dtype == ops.FP8
-        and is_call(rows(q.source), aten.hardswish.default)
-        and rows(arg(rows(q.source), 0)) is rows(y)
-    )
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -213,10 +120,11 @@ def quantised_by_fusion(matmul: MatMul) -> set[str]:
 def norm_by_fusion(matmul: MatMul) -> str:
     """``Gemm.norm`` of a forward product: "epilogue" where a BlockNorm alone reads it, in a form that :func:`fuse`
     takes, whatever the device; "" where there is none. For the cost of a candidate, before anything is lowered."""
-    node = matmul.node
+    node, sums = matmul.node, 0
     while len(node.users) == 1 and not is_call(node, torch.ops.loka.block_norm.default):
         node = next(iter(node.users))
-        if not is_call(node, torch.ops.loka.block_norm.default, *CONVERT, *ALIAS, *VIEWS):
+        sums += is_sum(node)
+        if sums > 1 or not (is_sum(node) or is_call(node, torch.ops.loka.block_norm.default, *CONVERT, *ALIAS, *VIEWS)):
             return ""
     if matmul.role is not Role.FORWARD or not is_call(node, torch.ops.loka.block_norm.default):
         return ""

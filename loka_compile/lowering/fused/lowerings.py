@@ -23,14 +23,16 @@ def register() -> None:
 
 def lower_gemm_block_norm(
     a: Any, b: Any, scale_a: Any, scale_b: Any, block: int, eps: float, out_dtype: torch.dtype, fast: bool,
-    with_rstd: bool,
+    with_rstd: bool, residual: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """One template with the shipped configuration; rstd is a second output, written only where it is asked for."""
     if not inductor.makes_triton_code(a.get_device()):
         op = torch.ops.loka.gemm_block_norm.default
-        return tuple(inductor.call_kernel(op, a, b, scale_a, scale_b, block, eps, out_dtype, fast, with_rstd))
+        args = (a, b, scale_a, scale_b, block, eps, out_dtype, fast, with_rstd, residual)
+        return tuple(inductor.call_kernel(op, *args))
     scaled = scale_a is not None
     a, b, *scales = inductor.realized(*([a, b, scale_a, scale_b] if scaled else [a, b]))
+    added = inductor.realized(residual) if residual is not None else []
     device = a.get_device()
     (m, k), n = a.get_size(), b.get_size()[1]
     columns = inductor.size_of(n, fallback=2048)
@@ -46,12 +48,12 @@ def lower_gemm_block_norm(
         persistent=persistent,
     )
     rstd = inductor.empty([m, ops.blocks_of(n, block)] if with_rstd else [0], torch.float32, device)
-    inputs = [a, b, *scales, *([rstd] if with_rstd else [])]
+    inputs = [a, b, *scales, *added, *([rstd] if with_rstd else [])]
     early = inductor.launches_early(device)
     y = inductor.render(
         made, "loka_gemm_block_norm", inputs, inductor.output_layout(device, out_dtype, [m, n]),
         mutated_inputs=[rstd] if with_rstd else None, launch_early=early, PDL=early,
-        SCALING=_scaling(scales), WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=inductor.multiprocessors(device),
+        SCALING=_scaling(scales), RESIDUAL=bool(added), WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=inductor.multiprocessors(device),
         EVEN_N=inductor.multiple_of(n, options["BLOCK_N"]), EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]),
         ACC_TYPE="tl.float32", **options,
     )  # fmt: skip

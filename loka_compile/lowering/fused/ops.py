@@ -1,6 +1,6 @@
 """The operators that the fusion passes emit. On CUDA they run this package's kernels; elsewhere the plain-torch twins.
 
-    gemm_block_norm           y, rstd = BlockNorm(a @ b * scales)
+    gemm_block_norm           y, rstd = BlockNorm(a @ b * scales + residual)
     gemm_split_k              partial products that the consumer adds up
     block_norm_backward_amax  gradient through HardSwish and BlockNorm, its tile maxima, the FP8 transpose of the input
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 LIBRARY.define(
     "gemm_block_norm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, int block, float eps, ScalarType out_dtype, "
-    "bool fast, bool with_rstd) -> (Tensor, Tensor)",
+    "bool fast, bool with_rstd, Tensor? residual=None) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 LIBRARY.define(
@@ -50,9 +50,10 @@ def blocks_of(n: int, block: int) -> int:
 # ---------------------------------------------------------------------------------------------- gemm_block_norm
 def _gemm_block_norm_fake(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
-    out_dtype: torch.dtype, fast: bool, with_rstd: bool,
+    out_dtype: torch.dtype, fast: bool, with_rstd: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """a [M, K], b [K, N] as for ``aten._scaled_mm`` -> y [M, N] in out_dtype, rstd fp32 [M, ceil(N/block)] or [0]."""
+    """a [M, K], b [K, N] as for ``aten._scaled_mm``, residual [M, N] -> y [M, N] in out_dtype, rstd fp32
+    [M, ceil(N/block)] or [0]."""
     m, n = a.shape[0], b.shape[1]
     rstd_shape = (m, blocks_of(n, block)) if with_rstd else (0,)
     return a.new_empty((m, n), dtype=out_dtype), a.new_empty(rstd_shape, dtype=torch.float32)
@@ -60,15 +61,15 @@ def _gemm_block_norm_fake(
 
 def _gemm_block_norm_any(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
-    out_dtype: torch.dtype, fast: bool, with_rstd: bool,
+    out_dtype: torch.dtype, fast: bool, with_rstd: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y, rstd = ref.gemm_block_norm_ref(a, b, scale_a, scale_b, block, eps, out_dtype)
+    y, rstd = ref.gemm_block_norm_ref(a, b, scale_a, scale_b, block, eps, out_dtype, residual)
     return y, rstd if with_rstd else rstd.new_empty((0,))
 
 
 def _gemm_block_norm_cuda(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, block: int, eps: float,
-    out_dtype: torch.dtype, fast: bool, with_rstd: bool,
+    out_dtype: torch.dtype, fast: bool, with_rstd: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from loka_compile.kernels.gemm_block_norm import launch
 
@@ -79,7 +80,7 @@ def _gemm_block_norm_cuda(
     config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,
-        config=config,
+        config=config, residual=None if residual is None else residual.contiguous(),
     )  # fmt: skip
     return y, rstd
 

@@ -7,7 +7,7 @@ gates, residual, casts, the FP8 quantisation of the next operand) Inductor adds 
 from __future__ import annotations
 
 _ARGUMENTS = """\
-{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["RSTD"] if WITH_RSTD else []) %}
+{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) + (["RSTD"] if WITH_RSTD else []) %}
 {{def_kernel(*names)}}
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
@@ -87,6 +87,10 @@ rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 acc = acc * (tl.load(SA) * tl.load(SB))
 {% elif SCALING == 2 %}
 acc = acc * tl.load(SA + rm, mask=rm < M, other=0.0)[:, None] * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
+{% endif %}
+{% if RESIDUAL %}
+residual_at = rm[:, None] * {{stride("R", 0)}} + rn[None, :] * {{stride("R", 1)}}
+acc += tl.load(R + residual_at, mask=(rm[:, None] < M) & (rn[None, :] < N), other=0.0).to(tl.float32)
 {% endif %}
 {% if not EVEN_N %}
 acc = tl.where(rn[None, :] < N, acc, 0.0)

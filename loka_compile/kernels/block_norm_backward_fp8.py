@@ -1,0 +1,139 @@
+"""Gradient through HardSwish and BlockNorm and its FP8 cast in both layouts, in one kernel.
+
+What :mod:`loka_compile.kernels.block_norm_backward` and :func:`loka_compile.kernels.cast.cast_transpose` do in two: the
+programs find the largest |dx| of the whole tensor, meet, and cast. The scale is tensorwise, so the GEMMs behind it stay
+those of the plan. A program that has one tile keeps it in registers over the meeting; with more it computes them again
+from what it just read, which is in the L2 as long as the tensors are small. dx itself is not written unless asked for,
+and not rounded to 16 bits before the cast.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka_compile.kernels import device as dev
+from loka_compile.kernels import grid_barrier as grid
+from loka_compile.kernels.gemm_block_norm import norm_tile
+from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
+
+#: Rows per tile, warps, and programs that a multiprocessor holds at once: their registers are bounded accordingly.
+BLOCK_M, WARPS, RESIDENT = 32, 8, 2
+#: Registers of a thread that let RESIDENT programs fit.
+REGISTERS = 65536 // (32 * WARPS * RESIDENT)
+
+
+@triton.jit
+def _gradient(
+    tile, G, Y, RSTD, XT, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+    WRITE_XT: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile in fp32, zero outside the tensor; on the way the FP8 transpose of the activation."""
+    grid_n = tl.cdiv(N, BLOCK_N)
+    pid_m, pid_n = tile // grid_n, tile % grid_n
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
+    blocks = tl.cdiv(N, NORM)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    g = tl.load(G + offset, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(Y + offset, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(
+        RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
+    )  # fmt: skip
+    if WRITE_XT:
+        # As bytes: Triton 3.6 miscompiles some transposed FP8 stores (triton-lang/triton #11111).
+        x = dev.to_fp8(dev.hardswish(y), 16.0, tl.float8e4nv, 448.0).to(tl.uint8, bitcast=True)
+        at = XT + rn.to(tl.int64)[:, None] * M + rm[None, :]
+        tl.store(at, tl.trans(x), mask=(rn[:, None] < N) & (rm[None, :] < M))
+    if ACT:
+        g = g * dev.hardswish_derivative(y)
+    mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM)
+    return dev.over_block(g - dev.over_block(y, mean, BLOCK_M, BLOCK_N, NORM), rstd, BLOCK_M, BLOCK_N, NORM)
+
+
+@triton.jit
+def _write(
+    tile, dx, inverse, DX, Q, QT, M, N, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WRITE_DX: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,
+):  # fmt: skip
+    grid_n = tl.cdiv(N, BLOCK_N)
+    rm = (tile // grid_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = (tile % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    if WRITE_DX:
+        tl.store(DX + offset, dx.to(DX.dtype.element_ty), mask=mask)
+    q = dev.to_fp8(dx, inverse, Q.dtype.element_ty, LIMIT)
+    if WRITE_Q:
+        tl.store(Q + offset, q, mask=mask)
+    if WRITE_QT:
+        at = QT + rn.to(tl.int64)[:, None] * M + rm[None, :]
+        tl.store(at, tl.trans(q.to(tl.uint8, bitcast=True)), mask=(rn[:, None] < N) & (rm[None, :] < M))
+
+
+@triton.jit
+def _backward_fp8_kernel(
+    G, Y, RSTD, DX, Q, QT, XT, SCALE, STATE, M, N, tiles, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_DX: tl.constexpr,
+    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WRITE_XT: tl.constexpr, KEEP: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    if KEEP:
+        dx = _gradient(first, G, Y, RSTD, XT, M, N, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2)
+        best = tl.max(tl.max(dev.bits(dx), axis=1), axis=0)
+    elif PHASE != 2:
+        best = tl.zeros((), dtype=tl.int32)
+        for tile in range(first, tiles, step):
+            dx = _gradient(tile, G, Y, RSTD, XT, M, N, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT)
+            best = tl.maximum(best, tl.max(tl.max(dev.bits(dx), axis=1), axis=0))
+    if PHASE != 2:
+        grid.report(STATE, 0, best)
+    if PHASE == 0:
+        grid.meet(STATE)
+    if PHASE != 1:
+        amax = tl.maximum(grid.largest(STATE, 0), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        grid.leave(STATE, 1)
+        if first == 0:
+            tl.store(SCALE, amax / LIMIT)
+        if KEEP:
+            _write(first, dx, LIMIT / amax, DX, Q, QT, M, N, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT)
+        else:
+            for tile in range(first, tiles, step):
+                dx = _gradient(tile, G, Y, RSTD, XT, M, N, BLOCK_M, BLOCK_N, NORM, ACT, False)
+                _write(tile, dx, LIMIT / amax, DX, Q, QT, M, N, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT)
+
+
+@torch.no_grad()
+def block_norm_backward_fp8(
+    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int, hardswish: bool, dtype: torch.dtype,
+    with_dx: bool = False, with_q: bool = True, with_qt: bool = True, with_xt: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(dx, q, qt, scale, xt)`` for contiguous grad and y [M, N] (not empty), rstd fp32 [M, ceil(N/block)].
+
+    state: int32 [grid_barrier.STATE], all zero, and zero again afterwards. dx [M, N] in grad's dtype; q [M, N] and qt
+    [N, M] in FP8 ``dtype`` with ``scale`` (fp32, shape []) that multiplies them back; xt e4m3 [N, M],
+    ``fp8(HardSwish(y) * 16)`` transposed. What is not asked for is empty. block at most 256.
+    """
+    (m, n), device = grad.shape, grad.device
+    norm = norm_tile(n, block)
+    block_n = max(norm, min(256, triton.next_power_of_2(n)))
+    tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, block_n)
+    room = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    dx = torch.empty((m, n) if with_dx else (0,), dtype=grad.dtype, device=device)
+    q = torch.empty((m, n) if with_q else (0,), dtype=dtype, device=device)
+    qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=device)
+    xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty((), dtype=torch.float32, device=device)
+    for phase in grid.phases(device):
+        _backward_fp8_kernel[(min(tiles, room),)](
+            grad, y, rstd, dx, q, qt.view(torch.uint8), xt.view(torch.uint8), scale, state, m, n, tiles,
+            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
+            WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, KEEP=tiles <= room, PHASE=phase,
+            num_warps=WARPS, num_stages=1, maxnreg=REGISTERS, **grid.together(device),
+        )  # fmt: skip
+    return dx, q, qt, scale, xt
