@@ -76,7 +76,7 @@ def save_cached(key: str, table: Table) -> Path | None:
     path = cache_path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             present = load_cached(key)
             if present is not None:
                 try:
@@ -103,26 +103,27 @@ def _put_aside(path: Path, error: CorruptFileError) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path, patience: float | None = None) -> Iterator[None]:
     """Hold an exclusive lock on ``path`` (created, never removed: removing would let two holders in).
 
     The lock goes with its process, so a killed one leaves none behind. Where there is no ``fcntl`` nothing is locked:
     files stay whole, but of two writers at the same time the later one's rows win.
 
     Raises:
-        OSError: the lock was not free for ``PATIENCE`` seconds.
+        OSError: the lock was not free for ``patience`` (``PATIENCE``) seconds.
     """
+    patience = PATIENCE if patience is None else patience
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if fcntl is not None:
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + patience
             while True:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError as error:
                     if time.monotonic() > deadline:
-                        raise OSError(f"{path} stayed locked for {PATIENCE:.0f} s by another process") from error
+                        raise OSError(f"{path} stayed locked for {patience:.0f} s by another process") from error
                     time.sleep(0.01)
         yield
     finally:

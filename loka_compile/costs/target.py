@@ -22,6 +22,7 @@ all shapes. What was not measured is derived by these rules, and all of it is an
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.resources
 import itertools
@@ -82,6 +83,8 @@ class CostTable:
     def __init__(self, target: str, points: Points, meta: dict[str, str]) -> None:
         """Make a surface of the points of each kernel and each quantiser; it is fitted when first asked."""
         self.target = target
+        #: What was measured on the GPU at hand, if anything was (bench/here.py).
+        self.here: CostTable | None = None
         #: The ``# key: value`` lines of the file: GPU, versions, method.
         self.meta = meta
         bandwidth = re.match(r"[\d.]+", self.meta.get("bandwidth_gb_s", ""))
@@ -139,6 +142,25 @@ class CostTable:
         """
         target = target or Path(path).stem
         return cls(target, *parse(Path(path).read_text(encoding="utf-8"), target))
+
+    def with_measured(self, here: CostTable) -> CostTable:
+        """This table, with what ``here`` measured in the place of its own lines of the same shapes."""
+        both = copy.copy(self)
+        both.here = here
+        both.gemms = {
+            **self.gemms,
+            **{k: self._gemm_surface(k, _updated(self.gemms.get(k), s)) for k, s in here.gemms.items()},
+        }
+        both.quantizers = {
+            **self.quantizers,
+            **{k: self._quantize_surface(k, _updated(self.quantizers.get(k), s)) for k, s in here.quantizers.items()},
+        }
+        return both
+
+    def source(self, gemm: Gemm, provider: str, recipe: str) -> str:
+        """Where the time of a kernel comes from: "measured" on the GPU at hand, or this table's name."""
+        here = self.here is not None and self.here._gemm_us(provider, recipe, gemm)[1]
+        return "measured" if here else f"cost table {self.target}"
 
     @functools.cached_property
     def has_fused_kernels(self) -> bool:
@@ -321,6 +343,10 @@ def target_of_device_name(name: str) -> str | None:
         if re.search(rf"\b{re.escape(target)}\b", name, re.IGNORECASE):
             return target
     return None
+
+
+def _updated(old: Surface | None, new: Surface) -> dict[Shape, float]:
+    return {**(old.points if old is not None else {}), **new.points}
 
 
 def _moved(shape: Shape, width: int) -> float:

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from loka_compile.table import Table
 
 Folder = Annotated[Path, typer.Option("--dir", file_okay=False, help="Where statistics are kept.")]
-Target = Annotated[str, typer.Option(help="Whose cost table gives the speeds, such as h200; default: errors alone.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        help="Whose cost table gives the speeds, such as h200; here: measure on this GPU; default: errors alone."
+    ),
+]
 Providers = Annotated[str, typer.Option(help="Comma-separated; default: all.")]
 Pairs = Annotated[int, typer.Option(min=1, help="Input/weight pairs per GEMM at least.")]
 Cap = Annotated[int, typer.Option(min=1, help="Pairs per GEMM at most.")]

@@ -195,28 +195,31 @@ class Probe:
         rows: int = 128,
         operands: str = "both",
         progress: Callable[[str], None] | None = None,
+        bench_seconds: float = 120.0,
     ) -> Table:
         """Error and cost of every candidate kernel on operands like those that were seen.
 
         Args:
             providers: names or instances; None is every registered one.
-            target: whose cost table gives the speeds; None measures errors only.
+            target: whose cost table gives the speeds; "here" measures them on the GPU at hand; None: errors only.
             pairs: input/weight pairs drawn per GEMM at least.
             cap: pairs at most.
             width: pairs are drawn until the 95 % interval of the gate's metric is narrower than this part of it.
             rows: rows of one pair.
             operands: "drawn" from the learnt distributions, the "raw" rows that were kept, or "both": the worse counts.
             progress: called with each site's name when it is done.
+            bench_seconds: for measuring speeds, with ``target="here"``.
 
         Raises:
             ProbeError: an argument is out of range, or a site was never seen.
             UnknownNameError: there is no such provider or target.
+            ConfigError: speeds shall be measured here, and there is no CUDA device.
         """
         from loka_compile.probe.quantify import quantify_stats
 
         return quantify_stats(
             self.stats, providers, target=target, effort=Effort(pairs, cap, width, rows), operands=operands,
-            progress=progress,
+            progress=progress, bench_seconds=bench_seconds,
         )  # fmt: skip
 
     # The clock.

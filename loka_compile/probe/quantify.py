@@ -6,9 +6,10 @@ only what FP8 adds counts. The provider's own code runs where it works ("real ke
 device than this one; else the same scaling and FP8 format with fp32 products do ("emulated": the extra error of fast
 accumulation is then not seen). What becomes of the errors is in ``gate.py``.
 
-Costs come from the cost table of the target at the real batch size. A candidate that has none there can never be chosen
-and its error is not measured. The contraction of grad_weight runs over the batch: its error is measured on as many
-rows as were sampled, its cost is for all of them.
+Costs come from the cost table of the target at the real batch size; with ``target="here"`` they are measured on the GPU
+at hand, and the shipped table of that GPU stands in for what the time did not suffice for. A candidate that has none
+there can never be chosen and its error is not measured. The contraction of grad_weight runs over the batch: its error
+is measured on as many rows as were sampled, its cost is for all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from loka_compile import machine
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.errors import ProbeError
+from loka_compile.gemm import Role
 from loka_compile.probe.gate import Effort
 from loka_compile.probe.samples import SiteSamples
 from loka_compile.probe.site_errors import SiteErrors
@@ -40,6 +42,9 @@ __all__ = ["MAX_PAIRS", "MAX_ROWS", "Effort", "SiteSamples", "quantify"]
 MAX_PAIRS = 4
 MAX_ROWS = 128
 OPERANDS = ("both", "drawn", "raw")
+#: The target whose speeds are measured on the GPU at hand, and how long that may take.
+HERE = "here"
+BENCH_SECONDS = 120.0
 
 
 def quantify(
@@ -51,6 +56,7 @@ def quantify(
     max_rows: int = MAX_ROWS,
     effort: Effort | None = None,
     progress: Callable[[str], None] | None = None,
+    bench_seconds: float = BENCH_SECONDS,
 ) -> Table:
     """Measure the error of every candidate on ``samples``, take its cost from ``target``'s table.
 
@@ -59,27 +65,30 @@ def quantify(
 
     Args:
         samples: what was seen, by site: raw rows, and draws where a distribution was learnt.
-        target: name of a shipped cost table, or None: errors are measured, but no candidate has a cost or is eligible.
+        target: name of a shipped cost table; "here": speeds are measured on the GPU at hand; or None: errors are
+            measured, but no candidate has a cost or is eligible.
         providers: names or instances; None is every registered one. The baseline is always measured too.
         max_pairs: independent batches that the raw rows of a GEMM are cut into. There are only so many rows, so their
             interval is as wide as it is.
         max_rows: rows of one of them.
         effort: how long to go on drawing, where there are draws.
         progress: called with the site's name after each site.
+        bench_seconds: for measuring speeds, where ``target`` is "here".
 
     Raises:
         UnknownNameError: no such target or provider.
+        ConfigError: speeds shall be measured here and there is no CUDA device.
         ProbeError: samples of one site do not belong together.
     """
-    costs = None if target is None else CostTable.load(target)
     chosen = _providers(providers)
+    costs = _costs(target, samples, chosen, bench_seconds)
     rows: list[Measurement] = []
     dropped: dict[str, int] = {}
     device = torch.device("cpu")
     for site, seen in samples.items():
         seen.check(site)
         device = seen.weights[0].device
-        at_home = costs is None or target_of_device_name(_device_name(device)) == costs.target
+        at_home = costs is None or target == HERE or target_of_device_name(_device_name(device)) == costs.target
         job = SiteErrors(site, seen, costs, chosen, at_home, (max_pairs, max_rows), effort or Effort())
         rows += job.measure()
         if job.dropped:
@@ -91,7 +100,8 @@ def quantify(
         tensor(site, what): tensor(first, what)
         for site, seen in samples.items() for what, first in seen.same.items() if first != site
     }  # fmt: skip
-    return Table(dataclasses.replace(_header(target, device, chosen, fingerprint, dropped), same=same), rows)
+    name = None if costs is None else costs.target
+    return Table(dataclasses.replace(_header(name, device, chosen, fingerprint, dropped), same=same), rows)
 
 
 def quantify_stats(
@@ -102,6 +112,7 @@ def quantify_stats(
     effort: Effort | None = None,
     operands: str = "both",
     progress: Callable[[str], None] | None = None,
+    bench_seconds: float = BENCH_SECONDS,
 ) -> Table:
     """As :func:`quantify`, on what a probe has learnt.
 
@@ -117,7 +128,23 @@ def quantify_stats(
     samples = {site: one.raw() if operands == "raw" else one.samples() for site, one in stats.items()}
     if operands == "drawn":
         samples = {site: dataclasses.replace(one, inputs=[], grad_outputs=[]) for site, one in samples.items()}
-    return quantify(samples, target=target, providers=providers, effort=effort, progress=progress)
+    return quantify(
+        samples, target=target, providers=providers, effort=effort, progress=progress, bench_seconds=bench_seconds
+    )
+
+
+def _costs(
+    target: str | None, samples: Mapping[str, SiteSamples], providers: Sequence[Provider], seconds: float
+) -> CostTable | None:
+    if target != HERE:
+        return None if target is None else CostTable.load(target)
+    from loka_compile.bench.here import measured_costs
+
+    gemms = [
+        seen.gemm(site, Role(role), size)
+        for site, seen in samples.items() for role in seen.roles for size in {seen.batch, *seen.sizes}
+    ]  # fmt: skip
+    return measured_costs(gemms, providers, seconds=seconds)
 
 
 def _providers(given: Iterable[str | Provider] | None) -> list[Provider]:

@@ -150,7 +150,7 @@ class SiteErrors:
             row,
             quantize_us=latency.quantize_us,
             gemm_us=latency.gemm_us + self.costs.moving_us(cut_bytes),
-            speed_source=f"cost table {self.costs.target}",
+            speed_source=self.costs.source(padded, provider.name, recipe.name),
             a_form=a_form, a_once_us=latency.quantize_a_us - latency.a_layout_us, a_layout_us=latency.a_layout_us,
             b_form=b_form, b_once_us=latency.quantize_b_us - latency.b_layout_us, b_layout_us=latency.b_layout_us,
         )  # fmt: skip
