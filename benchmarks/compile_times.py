@@ -1,0 +1,83 @@
+"""How long the 4-layer chain takes to compile, cold and with warm caches (issue 5; benchmarks/chain.py runs it).
+
+    python benchmarks/chain.py --only compile --out results/
+
+Each time is that of a process of its own with caches of its own: from ``torch.compile`` to the end of the first
+training step, CUDA and Inductor's workers already started. Cold and then warm are two processes with the same caches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+ARMS = {"A": "A", "E": "E all FP8"}
+
+
+def child(arm: str, batch: int, width: int, layers: int) -> float:
+    """Seconds of the first step of an arm in this process."""
+    import torch
+    from chain_arms import DEVICE, arms, original, step
+
+    import loka_compile.backend  # noqa: F401  (what the user imports is not compilation)
+
+    torch.manual_seed(0)
+    model = original(width, width, layers)
+    x = torch.randn(batch, width, device=DEVICE, dtype=torch.bfloat16)
+    grad = torch.randn_like(x) / batch
+    make = arms(model, True, [arm])[ARMS[arm]]
+    torch.compile(lambda t: t + 1)(x)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(make(), x, grad)()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(
+    batch: int = 4096, width: int = 1024, layers: int = 4, seconds: float = 150.0
+) -> dict[str, dict[str, float]]:
+    """Seconds by arm and by "cold" or "warm". Both arms compile at once, with half of the cores each.
+
+    Raises:
+        RuntimeError: a process failed or took longer than ``seconds``; its last words are in the message.
+    """
+    found: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
+    with tempfile.TemporaryDirectory() as root:
+        for state in ("cold", "warm"):
+            running = {arm: _start(arm, batch, width, layers, Path(root) / arm) for arm in ARMS}
+            for arm, process in running.items():
+                try:
+                    out, error = process.communicate(timeout=seconds)
+                except subprocess.TimeoutExpired:
+                    for other in running.values():
+                        other.kill()
+                    raise RuntimeError(f"{arm} {state}: not compiled in {seconds} s") from None
+                if process.returncode != 0:
+                    raise RuntimeError(f"{arm} {state}: {error[-500:]}")
+                found[arm][state] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def _start(arm: str, batch: int, width: int, layers: int, caches: Path) -> subprocess.Popen[str]:
+    threads = max(1, (os.cpu_count() or 2) // len(ARMS))
+    env = {
+        **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
+        "LOKA_CACHE_DIR": str(caches / "loka"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
+    }  # fmt: skip
+    command = [sys.executable, __file__, arm, str(batch), str(width), str(layers)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(sys.argv[1], *map(int, sys.argv[2:5]))))

@@ -1,0 +1,93 @@
+"""benchmarks/chain.py without a GPU: what it writes, when it stops, and that a broken arm does not end it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import chain
+import compile_times
+import figure13
+
+US = {"original": 40.0, "no bias": 40.0, "BlockNorm": 50.0, "HardSwish": 25.0,
+      "FP8 + fusion, tensorwise": 30.0, "FP8 + fusion, rowwise": 20.0, "fusion alone": 22.0}  # fmt: skip
+
+
+def test_contributions_stack_up_to_the_whole() -> None:
+    parts = figure13.contributions(US)
+    assert list(parts) == ["no bias", "BlockNorm", "HardSwish", "FP8 + fusion"]
+    assert parts == pytest.approx({"no bias": 0.0, "BlockNorm": -0.2, "HardSwish": 0.8, "FP8 + fusion": 0.4})
+    assert 1 + sum(parts.values()) == pytest.approx(40 / 20)
+
+
+def test_figure_13_is_written_pair_by_pair_and_plotted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def pair(k: int, n: int) -> dict[str, float]:
+        if k == 4096:
+            raise RuntimeError("no kernel")
+        return US
+
+    monkeypatch.setattr(figure13, "pair", pair)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    chain.main(["--only", "fig13", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "chain.json").read_text())
+    assert len(found["fig13"]) == len(figure13.PAIRS) - 2
+    assert (tmp_path / "figure13.png").stat().st_size > 5000
+    late = tmp_path / "late"
+    chain.main(["--only", "fig13", "--out", str(late), "--seconds", "0"])
+    assert json.loads((late / "chain.json").read_text())["fig13"] == []
+
+
+def test_the_pairs_are_the_papers() -> None:
+    assert len(set(figure13.PAIRS)) == 9
+    assert {(256, 256), (7680, 256), (256, 7680)} <= set(figure13.PAIRS)
+
+
+def test_a_broken_arm_is_noted_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def arms(model: torch.nn.Module, *_: Any) -> dict[str, Any]:
+        return {"A": lambda: model, "B": lambda: model, "C": lambda: 1 / 0, "E": lambda: model}
+
+    monkeypatch.setattr(chain, "arms", arms)
+    for name, value in {"synchronize": None, "reset_peak_memory_stats": None, "empty_cache": None,
+                        "memory_allocated": 0, "max_memory_allocated": 2**21}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(chain, "capture", lambda steps: [step() for step in steps])
+    monkeypatch.setattr(chain, "measure_graphs", lambda calls, rounds: dict.fromkeys(calls, 7.0))
+    monkeypatch.setattr(chain, "LAYERS", 1)
+    chain.main(["--only", "inference", "--only", "training", "--widths", "16", "--out", str(tmp_path)])
+    cases = json.loads((tmp_path / "chain.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["inference 4096x16", "training 4096x16"]
+    for case in cases:
+        assert case["us"] == {"A": 7.0, "B": 7.0, "E": 7.0}
+        assert "ZeroDivisionError" in case["extra"]["C"]["error"]
+        assert case["extra"]["E"] == {
+            "first_call_s": case["extra"]["E"]["first_call_s"],
+            "peak_mb": 2.0,
+            "output_vs_B": 0.0,
+        }
+
+
+def test_compile_times_are_of_processes_with_the_same_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[tuple[str, Path]] = []
+
+    def start(arm: str, batch: int, width: int, layers: int, where: Path) -> subprocess.Popen[str]:
+        caches.append((arm, where))
+        code = (
+            f"print('noise'); print({len(caches)}.5)" if arm == "A" or len(caches) < 3 else "raise SystemExit('broken')"
+        )
+        return subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
+
+    monkeypatch.setattr(compile_times, "_start", start)
+    with pytest.raises(RuntimeError, match="E warm: broken"):
+        compile_times.measure()
+    assert [arm for arm, _ in caches] == ["A", "E", "A", "E"]
+    assert caches[0][1] == caches[2][1] != caches[1][1]
+    caches.clear()
+    monkeypatch.setattr(compile_times, "ARMS", {"A": "A"})
+    assert compile_times.measure() == {"A": {"cold": 1.5, "warm": 2.5}}
