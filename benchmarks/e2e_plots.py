@@ -19,16 +19,20 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     models = list(result["models"])
     for axis, mode in zip(axes, ("training", "inference"), strict=True):
-        arms = list(result["models"][models[0]][mode])
+        # In the order of their first appearance; one that was left out of a model has no bar there.
+        arms = list(dict.fromkeys(a for m in models for a in result["models"][m][mode]))
+        if not arms:
+            continue
         width = 0.8 / len(arms)
         for i, arm in enumerate(arms):
-            heights = [result["models"][m][mode][arm]["speedup"] or 0.0 for m in models]
+            heights = [result["models"][m][mode].get(arm, {}).get("speedup") or 0.0 for m in models]
             axis.bar(np.arange(len(models)) + i * width, heights, width, label=arm)
         axis.axhline(1.0, color="0.4", lw=0.8)
         axis.set_xticks(np.arange(len(models)) + 0.4 - width / 2, models)
         axis.set_title(f"{mode}, {result['device']}")
     axes[0].set_ylabel("speed-up over the bf16 original")
-    axes[0].legend(fontsize=7)
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend(fontsize=7)
     _save(figure, path)
 
 

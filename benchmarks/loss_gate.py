@@ -1,7 +1,7 @@
 """What each GEMM's FP8 does to the loss, and the plans that follow: by error, by a budget of loss, and naive ones.
 
     python -m benchmarks.loss_gate --out benchmarks/results/loss_gate                            # a CPU, emulated FP8
-    python -m benchmarks.loss_gate --size h200 --batch-size 8192 --steps 4000 --batches 128 --out results/loss_gate
+    python -m benchmarks.loss_gate --size mid --batch-size 8192 --steps 2000 --batches 64 --seconds 120 --out ...
 
 A model is trained on the synthetic click stream with ``backend="loka"``, whose table is taken over. Then, on batches
 that it has not trained on: the effect of every forward GEMM on the loss (paired, with intervals), the plans of
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ import typer
 from rich.table import Table as Printed
 
 import loka_compile
+from benchmarks._console import console
 from benchmarks.taylor_score import taylor_scores
 from examples.models.registry import build
 from examples.training.checkpoint import atomic_write
@@ -41,23 +43,25 @@ from examples.training.sources import open_source
 from loka_compile.loss import Effect, Sensitivity
 from loka_compile.machine import describe
 from loka_compile.plan import Plan
+from loka_compile.table import BASELINE
 
 app = typer.Typer(add_completion=False)
 
 
 def trained(
-    model: str, size: str, batch_size: int, steps: int, data_options: dict[str, Any], device: str
-) -> tuple[Trainer, Any, loka_compile.Table]:
+    model: str, size: str, batch_size: int, steps: int, data_options: dict[str, Any], device: str,
+    model_options: dict[str, Any], say: Callable[[str], None],
+) -> tuple[Trainer, Any, loka_compile.Table]:  # fmt: skip
     """A trained model, the stream behind what it saw, and the table of its GEMMs."""
     stream = open_source("synthetic", batch_size, device=device, seed=0, **data_options)
-    net = build(model, size, stream.schema, seed=0, device=device)
+    net = build(model, size, stream.schema, seed=0, device=device, **model_options)
     options: dict[str, Any] = {"table": "auto", "fx_graph_cache": False}
     if device == "cpu":
         options["target"] = "h200"
-    config = TrainConfig(backend="loka", options=options, window=min(100, steps))
+    config = TrainConfig(backend="loka", options=options, window=min(100, steps), cuda_graph=device.startswith("cuda"))
     trainer = Trainer(net, stream, config, device=device)
-    for _ in trainer.run(steps):
-        pass
+    for record, _ in trainer.run(steps):
+        say(f"step {record['step']} of {steps}, log loss {record['log_loss']:.4f}")
     table = next(r.table for r in reversed(loka_compile.reports()) if r.table is not None)
     return trainer, stream, table
 
@@ -107,12 +111,41 @@ def main(
     budget: Annotated[float, typer.Option(help="Relative increase of the loss.")] = 2e-4,
     first: Annotated[str, typer.Option(help="Beginning of the sites that read raw numerics.")] = "numeric",
     data_options: Annotated[str, typer.Option(help="Fields of the stream, as JSON.")] = '{"numerics": "raw"}',
+    model_options: Annotated[str, typer.Option(help="Fields of the model's configuration, as JSON.")] = "{}",
+    providers: Annotated[
+        str, typer.Option(help="Kernel libraries whose recipes are measured, comma-separated; default: all.")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option(help="Measure on as many batches as fit into this time, at least 2; 0: on all.")
+    ] = 0.0,
     device: str = "",
 ) -> None:
     """Measure, choose, check, print and write."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     began = time.perf_counter()
-    trainer, stream, table = trained(model, size, batch_size, steps, json.loads(data_options), device)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def spent() -> float:
+        return time.perf_counter() - began
+
+    def say(text: str) -> None:
+        print(f"[{spent():.0f} s] {text}", flush=True)
+
+    def in_time(data: Sequence[Any], share: float) -> Iterator[Any]:
+        """As many batches as there is time for, until that share of it is spent."""
+        for index, batch in enumerate(data):
+            if seconds and index >= 2 and spent() > share * seconds:
+                say(f"no time was left after {index} of {len(data)} batches")
+                return
+            yield batch
+
+    trainer, stream, table = trained(
+        model, size, batch_size, steps, json.loads(data_options), device, json.loads(model_options), say
+    )
+    chosen = tuple(providers.split(",")) if providers else None
+    if chosen:
+        table = loka_compile.Table(table.header, [row for row in table.rows if row.provider in (*chosen, BASELINE[0])])
+    table.save(out / "table.json")
     net = trainer.model
     data = [stream.batch(step).to(trainer.device) for step in range(steps, steps + batches)]
 
@@ -125,15 +158,18 @@ def main(
     dense = net.dense_arch
     # Gates wide open: what an error gate would refuse has an effect, too.
     found = loka_compile.loss_sensitivity(
-        dense, loss_fn, data, table, max_mere=math.inf, min_speedup=1e-9, path=out / "sensitivity.json"
+        dense, loss_fn, in_time(data, 0.7), table, max_mere=math.inf, min_speedup=1e-9, path=out / "sensitivity.json"
     )
+    say(f"measured {len(found.effects())} effects on {found.batches} batches")
     sites = sorted({d.site for d in loka_compile.make_plan(table).decisions})
     plans, bought = plans_of(table, found, budget, [s for s in sites if s.startswith(first)])
     (out / "plans").mkdir(parents=True, exist_ok=True)
     whole: dict[str, Effect] = {}
     for name, plan in plans.items():
         plan.save(out / "plans" / f"{name}.json")
-        whole[name] = loka_compile.loss_of_plan(dense, loss_fn, data, plan)
+        share = 0.7 + 0.3 * (len(whole) + 1) / len(plans)
+        whole[name] = loka_compile.loss_of_plan(dense, loss_fn, in_time(data, share), plan)
+        say(f"{name}: {whole[name].change:+.4%}")
     kernels = {
         (d.site, "forward"): (d.provider, d.recipe)
         for d in plans["everything"].decisions
@@ -150,15 +186,16 @@ def main(
             name, str(count), f"{effect.change:+.4%}", f"{effect.low:+.4%} .. {effect.high:+.4%}",
             f"{predicted(plan, found):+.4%}",
         )  # fmt: skip
-    rich.print(printed)
+    console().print(printed)
     rich.print(found.to_text(8))
     rich.print(str(bought))
     rich.print(f"ModelOpt's gradient score against the measured effects: {rank}")
     result = {
         "machine": describe(), "model": model, "size": size, "batch_size": batch_size, "steps": steps,
-        "batches": batches, "examples": batches * batch_size, "budget": budget,
+        "batches": found.batches, "examples": found.batches * batch_size, "budget": budget,
+        "model_options": json.loads(model_options), "providers": chosen,
         "data_options": json.loads(data_options),
-        "base_loss": found.base_loss, "seconds": time.perf_counter() - began,
+        "base_loss": found.base_loss, "seconds": spent(),
         "effects": [vars(e) for e in found.effects()],
         "skipped": [[*key, reason] for key, reason in found.skipped.items()],
         "plans": {n: {**vars(whole[n]), "sum_of_single_effects": predicted(p, found), "kernels": p.counts()}

@@ -4,9 +4,11 @@
         --data-options '{"numerics": "raw"}' --out benchmarks/results/quality/wukong_raw
 
 Every (arm, seed) is a run of its own, kept as a file in ``--out``; a second call trains only what is missing, and
-``--report-only`` trains nothing. Written in the end: ``quality.json`` (all figures), ``plain_fp8.png`` (counterpart of
-the paper's figure 3: what plain FP8 costs in loss and speed) and ``mods_and_loka.png`` (figure 9: the Mods one by one,
-and loka, over the whole trajectory). RLL is 100 * (LL_arm - LL_base) / LL_base in percent, base: the original in fp32.
+``--report-only`` trains nothing. With ``--jobs N`` as many arms are trained side by side (one compiles while another
+trains); with ``--seconds`` what does not fit is left for the next call. Written in the end: ``quality.json`` (all
+figures), ``plain_fp8.png`` (counterpart of the paper's figure 3: what plain FP8 costs in loss and speed) and
+``mods_and_loka.png`` (figure 9: the Mods one by one, and loka, over the whole trajectory). RLL is
+100 * (LL_arm - LL_base) / LL_base in percent, base: the original in fp32.
 
 "Neutral" is written only when the 95 % interval over at least three seeds ends below +0.05 %, by labels, by true
 probabilities and by the bootstrap, and when plain FP8, the positive control, shows a loss above that on this stream.
@@ -15,75 +17,28 @@ probabilities and by the bootstrap, and when plain FP8, the positive control, sh
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import rich
 import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.quality_arms import ARMS, Arm, device_text, fp8_summary, planned_arm, prepare, why_not
+from benchmarks.quality_arms import ARMS, Arm, device_text, planned_arm, why_not
+from benchmarks.quality_jobs import train_in_processes
 from benchmarks.quality_plots import plot_mods_and_loka, plot_plain_fp8
-from benchmarks.quality_stats import Floats
-from benchmarks.quality_summary import OtherSetupError, Runs, show, strict, summarise
-from examples.models.registry import MODELS, build
+from benchmarks.quality_runs import OtherSetupError, Runs
+from benchmarks.quality_summary import show, strict, summarise
+from benchmarks.quality_train import ArmTraining, base_config
+from examples.models.registry import MODELS
 from examples.training.checkpoint import atomic_write
-from examples.training.config import TrainConfig
-from examples.training.loop import DivergedError, Trainer
-from examples.training.sources import open_source
 
-#: Secondary measures, averaged over the scored windows.
-MEASURES = ("auc", "calibration", "ece", "normalised_entropy")
 app = typer.Typer(add_completion=False)
-
-
-def train(
-    arm: Arm, seed: int, setup: dict[str, Any], base: TrainConfig, device: str, on_step: Any
-) -> tuple[Floats, dict]:
-    """One run: losses summed over each step [1 or 2, steps], and facts about it."""
-    torch._dynamo.reset()
-    stream = open_source(setup["data"], setup["batch_size"], device=device, seed=seed, **setup["data_options"])
-    model = build(
-        setup["model"],
-        setup["size"],
-        stream.schema,
-        seed=seed + arm.other_seed,
-        device=device,
-        **setup["model_options"],
-    )
-    config, transform = prepare(arm, base, min_features=setup["min_features"], device=device)
-    trainer = Trainer(model, stream, config, device=device, transform=transform)
-    started = time.perf_counter()
-    losses: list[Floats] = []
-    records: list[dict[str, Any]] = []
-    diverged = ""
-    try:
-        for record, window in trainer.run(setup["steps"], on_step):
-            losses.append(window.numpy())
-            records.append(record)
-    except DivergedError as error:
-        diverged = str(error)
-    if not records:
-        raise ValueError(f"the stream ended before the first window of {config.window} steps was full")
-    rates = [r["examples_per_second"] for r in records]
-    scored = [r for r in records if r["step"] > setup["score_from"] * setup["steps"]] or records[-1:]
-    facts: dict[str, Any] = {
-        "arm": arm.name, "text": arm.text, "seed": seed, "diverged": diverged,
-        # The first windows compile and warm up.
-        "examples_per_second": float(np.median(rates[len(rates) // 3 :])),
-        "seconds": time.perf_counter() - started,
-        "scored": {k: float(np.mean([r[k] for r in scored])) for k in MEASURES},
-    }  # fmt: skip
-    if config.backend == "loka":
-        from loka_compile import reports
-
-        facts["loka"] = fp8_summary(reports()[-1])
-    return np.concatenate(losses, axis=1), facts
 
 
 @app.command()
@@ -106,6 +61,10 @@ def main(
     train_options: Annotated[str, typer.Option(help="Fields of TrainConfig (lr, ...), as JSON.")] = "{}",
     backend: Annotated[str, typer.Option(help='Of the arms without loka; "eager" compiles nothing.')] = "inductor",
     device: str = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Arms trained at once, each in a process of its own.")] = 1,
+    gpus: Annotated[str, typer.Option(help="GPUs that these processes are dealt out to, such as 0,1.")] = "",
+    seconds: Annotated[float, typer.Option(help="Stop after so long and report what there is; 0: no limit.")] = 0.0,
+    cuda_graph: Annotated[bool, typer.Option(help="Capture the training step (the same numbers, sooner).")] = True,
     report_only: Annotated[bool, typer.Option("--report-only", help="Train nothing.")] = False,
 ) -> None:
     """Train what is missing, compare, and write quality.json and two plots."""
@@ -121,13 +80,27 @@ def main(
         "steps": steps, "window": window, "score_from": score_from, "warm_up": warm_up, "min_features": min_features,
         "backend": backend, "device": device_text(device), "torch": torch.__version__,
     }  # fmt: skip
-    base = TrainConfig(backend=backend, window=window, **setup["train_options"])
+    if report_only and (out / "setup.json").exists():
+        setup = json.loads((out / "setup.json").read_text())  # what is there, wherever it was trained
+    base_config(setup, cuda_graph=False)  # a mistake in train_options is named before anything runs
     try:
         runs = Runs(out, setup)
     except OtherSetupError as error:
         raise typer.BadParameter(str(error), param_hint="--out") from error
     if not report_only:
-        _train_missing(chosen, range(seeds), runs, setup, base, device)
+        able = [arm for arm in chosen if _is_able(arm)]
+        missing = [(arm, [s for s in range(seeds) if not runs.done(arm.name, s)]) for arm in able]
+        missing = [(arm, left) for arm, left in missing if left]
+        how = {"device": device, "cuda_graph": cuda_graph and device.startswith("cuda")}
+        limit = time.monotonic() + seconds if seconds else math.inf
+        if jobs > 1:
+            train_in_processes(
+                missing, runs, setup, how, jobs=jobs, gpus=[g for g in gpus.split(",") if g], until=limit
+            )
+        else:
+            _train_here(missing, runs, setup, how, until=limit)
+    # Others may train other arms of this folder at the same time, or have done so before.
+    chosen += [arm for arm in ARMS.values() if arm not in chosen and any(runs.done(arm.name, s) for s in range(seeds))]
     summary = summarise(runs, chosen, range(seeds), setup)
     summary["arm_definitions"] = {a.name: {k: str(v) for k, v in asdict(a).items()} for a in chosen}
     atomic_write(out / "quality.json", lambda f: f.write((json.dumps(strict(summary), indent=1) + "\n").encode()))
@@ -140,18 +113,17 @@ def _unknown(name: str) -> Arm:
     raise typer.BadParameter(f"no arm {name!r}; there are: {', '.join(ARMS)}", param_hint="--arms")
 
 
-def _train_missing(
-    arms: Sequence[Arm], seeds: Sequence[int], runs: Runs, setup: dict[str, Any], base: TrainConfig, device: str
+def _is_able(arm: Arm) -> bool:
+    reason = why_not(arm)
+    if reason:
+        rich.print(f"[yellow]arm {arm.name} is left out: {reason}")
+    return not reason
+
+
+def _train_here(
+    missing: Sequence[tuple[Arm, list[int]]], runs: Runs, setup: dict[str, Any], how: dict[str, Any], *, until: float
 ) -> None:
-    able = []
-    for arm in arms:
-        reason = why_not(arm)
-        if reason:
-            rich.print(f"[yellow]arm {arm.name} is left out: {reason}")
-        else:
-            able.append(arm)
-    # Seeds outside: after each round of arms, everything finished can be compared.
-    missing = [(arm, seed) for seed in seeds for arm in able if not runs.done(arm.name, seed)]
+    """One run after the other, all seeds of an arm before the next arm: what is compiled serves them all."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -159,11 +131,15 @@ def _train_missing(
         TimeRemainingColumn(),
     )
     with Progress(*columns) as progress:
-        whole = progress.add_task("all runs", total=len(missing) * setup["steps"])
-        for arm, seed in missing:
-            progress.update(whole, description=f"{arm.name}, seed {seed}")
-            losses, facts = train(arm, seed, setup, base, device, lambda _: progress.advance(whole))
-            runs.save(arm.name, seed, losses, facts)
+        whole = progress.add_task("all runs", total=sum(len(left) for _, left in missing) * setup["steps"])
+        for arm, left in missing:
+            training = ArmTraining(arm, setup, runs, **how)
+            for seed in left:
+                if time.monotonic() > until:
+                    progress.console.print(f"no time was left for {arm.name}, seed {seed}")
+                    continue
+                progress.update(whole, description=f"{arm.name}, seed {seed}")
+                training.train(seed, lambda _: progress.advance(whole))
 
 
 if __name__ == "__main__":

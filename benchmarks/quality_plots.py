@@ -44,7 +44,8 @@ def plot_plain_fp8(summary: dict[str, Any], path: Path) -> None:
     _trajectories(left, summary, names)
     left.set_title(f"{summary['setup']['model']}, {summary['setup']['size']}: plain FP8 against fp32")
     # Emulation says nothing about speed.
-    real = [n for n in names if not n.startswith("emulated")]
+    rated = [n for n in names if summary["arms"][n]["examples_per_second"]]
+    real = [n for n in rated if not n.startswith("emulated")]
     rates = [summary["arms"][n]["examples_per_second"] for n in real]
     right.barh(real, rates, color="0.6")
     for i, rate in enumerate(rates):

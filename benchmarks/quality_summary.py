@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rich
 from rich.table import Table
 
+from benchmarks._console import console
 from benchmarks.quality_arms import Arm
+from benchmarks.quality_runs import Runs
 from benchmarks.quality_stats import MARGIN, Comparison, Floats, compare, noise_band, per_window
-from examples.training.checkpoint import atomic_write
 
 BASE = "fp32"
 NOISE = "fp32_other_seed"
-
-
-class OtherSetupError(ValueError):
-    """A folder holds runs of another protocol, which must not be compared with these."""
-
-
-class Runs:
-    """The finished runs of a folder: ``<arm>-seed<n>.npz`` with losses [1 or 2, steps], and a .json beside it."""
-
-    def __init__(self, folder: Path, setup: dict[str, Any]) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._check_setup(setup)
-
-    def _check_setup(self, setup: dict[str, Any]) -> None:
-        """One folder, one protocol: runs on other streams must not be compared."""
-        path = self.folder / "setup.json"
-        if path.exists():
-            found = json.loads(path.read_text())
-            if found != setup:
-                other = [f"{k}: {found.get(k)!r} there, {v!r} now" for k, v in setup.items() if found.get(k) != v]
-                raise OtherSetupError(f"{self.folder} holds runs of another set-up ({'; '.join(other)})")
-        else:
-            atomic_write(path, lambda f: f.write((json.dumps(setup, indent=2) + "\n").encode()))
-
-    def _path(self, arm: str, seed: int) -> Path:
-        return self.folder / f"{arm}-seed{seed}.npz"
-
-    def done(self, arm: str, seed: int) -> bool:
-        return self._path(arm, seed).exists()
-
-    def save(self, arm: str, seed: int, losses: Floats, facts: dict[str, Any]) -> None:
-        """The losses last: they are what makes a run finished."""
-        path = self._path(arm, seed)
-        atomic_write(path.with_suffix(".json"), lambda f: f.write((json.dumps(facts, indent=2) + "\n").encode()))
-        atomic_write(path, lambda f: np.savez_compressed(f, losses=losses))
-
-    def losses(self, arm: str, seed: int) -> Floats:
-        with np.load(self._path(arm, seed)) as file:
-            return file["losses"]
-
-    def facts(self, arm: str, seed: int) -> dict[str, Any]:
-        return json.loads(self._path(arm, seed).with_suffix(".json").read_text())
 
 
 def summarise(runs: Runs, arms: Sequence[Arm], seeds: Sequence[int], setup: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +61,7 @@ def summarise(runs: Runs, arms: Sequence[Arm], seeds: Sequence[int], setup: dict
         entry: dict[str, Any] = {
             "text": arm.text, "figure": arm.figure, "seeds": finished,
             "diverged": [f["seed"] for f in facts if f["diverged"]],
-            "examples_per_second": float(np.median([f["examples_per_second"] for f in facts])),
+            "examples_per_second": _median([f["examples_per_second"] for f in facts]),
             "against_fp32": None, "against_twin": None, "twin": arm.twin,
             "scored": {k: float(np.mean([f["scored"][k] for f in facts])) for k in facts[0]["scored"]},
             "windows": None if windows is None else windows.mean(axis=0).tolist(),
@@ -122,6 +77,12 @@ def summarise(runs: Runs, arms: Sequence[Arm], seeds: Sequence[int], setup: dict
                 entry[key] = {**found.to_json(), "verdict": verdict}
         out["arms"][name] = entry
     return out
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """None if there is none: runs that share a GPU have no throughput."""
+    known = [v for v in values if v is not None]
+    return float(np.median(known)) if known else None
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -149,12 +110,13 @@ def show(summary: dict[str, Any]) -> None:
         cells = [text(base[k]) if base else "-" for k in ("labels", "truth", "bootstrap")]
         own = text(twin["truth"] or twin["labels"]) + f" {twin['verdict']}" if twin else "-"
         verdict = base["verdict"] if base else ("diverged" if arm["diverged"] else "base")
-        table.add_row(name, *cells, own, verdict, f"{arm['examples_per_second']:,.0f}")
-    rich.print(table)
+        rate = f"{arm['examples_per_second']:,.0f}" if arm["examples_per_second"] else "-"
+        table.add_row(name, *cells, own, verdict, rate)
+    console().print(table)
     if summary["band"] is not None:
         for name, arm in summary["arms"].items():
             if arm["figure"] == 9 and "inside_band" in arm:
-                rich.print(
+                console().print(
                     f"{name}: {arm['inside_band']:.0%} of windows inside the noise band of +-{summary['band']:.3f} %"
                 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,19 @@ class Stream(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``: the batches that follow are the ones that would have followed."""
+
+
+@runtime_checkable
+class ComposedStream(Stream, Protocol):
+    """A stream whose batches are made on the device, in two halves, of which the second fits into a CUDA graph."""
+
+    device: torch.device
+
+    def next_draws(self) -> Any:
+        """A NamedTuple of tensors (or None), always of the same shapes: all that tells the next batch from others."""
+
+    def compose(self, draws: Any) -> Batch:
+        """The batch, by tensor operations that read nothing of the host and nothing back to it."""
 
 
 class DatasetStream:

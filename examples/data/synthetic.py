@@ -23,7 +23,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,11 @@ class SyntheticConfig:
     #: "log1p": log(1 + x), the tame arm; "raw": x over its body's mean, cut off at ``raw_clamp``, the hard arm.
     numerics: str = "log1p"
     raw_clamp: float = 1000.0
+    #: "raw" in another unit: x over this many times its body's mean.
+    raw_unit: float = 1.0
+    #: Columns of each of the 13 kinds. Production models read hundreds of numerics; with 16 (208 columns) the layer
+    #: that reads them is wide enough for plain FP8 to convert it.
+    numeric_copies: int = 1
     #: Add a 0/1 column for "missing" behind the numerics.
     missing_flags: bool = False
     #: Number of categories, and of distinct live ids in the smallest and the largest of them.
@@ -87,12 +92,17 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         if self.numerics not in ("log1p", "raw"):
             raise ValueError(f'numerics is {self.numerics!r}; legal: "log1p", "raw"')
-        if min(self.batch_size, self.categories, self.day, self.max_rows) < 1 or not 2 <= self.min_ids <= self.max_ids:
+        sizes = (self.batch_size, self.categories, self.day, self.max_rows, self.numeric_copies)
+        if min(sizes) < 1 or not 2 <= self.min_ids <= self.max_ids:
             raise ValueError(f"sizes must be positive and min_ids between 2 and max_ids: {self}")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; legal: 0 or more")
-        if not 0 < self.ctr < 1 or min(self.lifetime, self.raw_clamp, self.signal) <= 0 or self.history_length < 0:
-            raise ValueError(f"ctr lies between 0 and 1; lifetime, raw_clamp and signal are positive: {self}")
+        if (
+            not 0 < self.ctr < 1
+            or min(self.lifetime, self.raw_clamp, self.raw_unit, self.signal) <= 0
+            or self.history_length < 0
+        ):
+            raise ValueError(f"ctr lies between 0 and 1; lifetime, raw_clamp, raw_unit and signal are positive: {self}")
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -102,10 +112,32 @@ class SyntheticConfig:
         return tuple(max(2, round(self.max_ids * ratio ** (-i / steps))) for i in range(self.categories))
 
     @property
+    def counts(self) -> int:
+        """Numeric columns, flags apart."""
+        return len(NUMERICS) * self.numeric_copies
+
+    @property
     def schema(self) -> Schema:
         """The widths that a model must be built for."""
-        width = len(NUMERICS) * (2 if self.missing_flags else 1)
+        width = self.counts * (2 if self.missing_flags else 1)
         return Schema(width, tuple(min(2 * n, self.max_rows) for n in self.ids), self.history_length)
+
+
+class Draws(NamedTuple):
+    """What a batch is made of: random numbers and two scalars. ``n`` examples, F numerics, C categories, T of history.
+
+    ``body`` [n, F] normal; uniform: ``kinds`` [3, n, F], ``ids`` [2, n, C], ``past`` [2, n, T] and ``lengths`` [n, 1]
+    (None without histories), ``clicks`` [n]; ``time`` [] float64 in days; ``offset`` [] float32, added to all logits.
+    """
+
+    body: Tensor
+    kinds: Tensor
+    ids: Tensor
+    past: Tensor | None
+    lengths: Tensor | None
+    time: Tensor
+    clicks: Tensor | None = None
+    offset: Tensor | None = None
 
 
 class SyntheticStream:
@@ -119,7 +151,7 @@ class SyntheticStream:
         self._step = 0
         self._biases: dict[int, Tensor] = {}
         self._generator = torch.Generator(self.device)
-        self._teacher = Teacher(config.categories, len(NUMERICS), config.seed, config.drift, self.device)
+        self._teacher = Teacher(config.categories, config.counts, config.seed, config.drift, self.device)
         ids = torch.tensor(config.ids, dtype=torch.float64)
         column = torch.arange(config.categories, dtype=torch.float64)
         # Exponents from 1.02 (flat) to 1.3 (steep), scattered over the categories.
@@ -130,22 +162,20 @@ class SyntheticStream:
         self._span = ((ids + 1) ** (1.0 - exponent) - 1.0).float().to(self.device)
         # Small categories (weekdays, countries) get no new values.
         self._renews = (ids >= 100).float().to(self.device)
-        median, deviation, tail, zero, missing = torch.tensor(NUMERICS, dtype=torch.float64).T
+        median, deviation, tail, zero, missing = torch.tensor(NUMERICS * config.numeric_copies, dtype=torch.float64).T
         self._log_median = median.log().float().to(self.device)
         self._log_deviation = deviation.float().to(self.device)
         self._tail = (-1.0 / tail).float().to(self.device)
         self._zero, self._missing = zero.float().to(self.device), missing.float().to(self.device)
         # What a standardised logarithm and the raw arm are measured with: the body's, not the tail's, scale.
         self._centre = torch.log1p(median).float().to(self.device)
-        self._scale = torch.exp(median.log() + deviation**2 / 2).float().to(self.device)
+        self._scale = (config.raw_unit * torch.exp(median.log() + deviation**2 / 2)).float().to(self.device)
 
     def __iter__(self) -> SyntheticStream:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.batch(self._step)
-        self._step += 1
-        return batch
+        return self.compose(self.next_draws())
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the configuration that gives it a meaning."""
@@ -159,14 +189,32 @@ class SyntheticStream:
 
     def batch(self, step: int) -> Batch:
         """The batch of that step, whatever was asked for before."""
+        return self.compose(self.draws(step))
+
+    def next_draws(self) -> Draws:
+        """What the next batch is made of; `compose` makes it."""
+        found = self.draws(self._step)
+        self._step += 1
+        return found
+
+    def draws(self, step: int) -> Draws:
+        """The random numbers of a batch, and when it is: all that differs from one batch to the next."""
         config = self.config
         time = step * config.batch_size / config.day
         self._seed(_BATCH, step)
-        x, missing, categories, history, logits = self._draw(time, config.batch_size)
-        cycle = config.daily_cycle * math.sin(2 * math.pi * time)
-        probability = torch.sigmoid(logits + self._bias(time) + cycle)
+        events = self._events(time, config.batch_size)
         self._seed(_BATCH, step, label=True)
-        labels = (self._uniform(config.batch_size) < probability).float()
+        clicks = self._uniform(config.batch_size)
+        cycle = config.daily_cycle * math.sin(2 * math.pi * time)
+        return Draws(*events, clicks=clicks, offset=self._bias(time) + cycle)
+
+    def compose(self, draws: Draws) -> Batch:
+        """The batch of these draws, by tensor operations alone: a CUDA graph can hold them."""
+        assert draws.clicks is not None
+        assert draws.offset is not None
+        x, missing, categories, history, logits = self._see(draws)
+        probability = torch.sigmoid(logits + draws.offset)
+        labels = (draws.clicks < probability).float()
         return Batch(self._view(x, missing), categories, labels, history, probability)
 
     def _seed(self, purpose: int, index: int, label: bool = False) -> None:
@@ -178,44 +226,53 @@ class SyntheticStream:
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(*shape, device=self.device, generator=self._generator)
 
-    def _draw(self, time: float, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    def _events(self, time: float, n: int) -> tuple[Tensor | None, ...]:
+        """The first fields of `Draws` for ``n`` examples."""
+        columns, fields, length = self.config.counts, self.config.categories, self.config.history_length
+        body = torch.randn(n, columns, device=self.device, generator=self._generator)
+        kinds = self._uniform(3, n, columns)
+        ids = self._uniform(2, n, fields)
+        past = self._uniform(2, n, length) if length else None
+        lengths = self._uniform(n, 1) if length else None
+        # Filled by a kernel: a copy from the host would wait.
+        return body, kinds, ids, past, lengths, torch.full((), time, dtype=torch.float64, device=self.device)
+
+    def _see(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """Counts [n, F], missing [n, F], table rows [n, C], history [n, T] or None, logits without bias [n]."""
-        counts, missing = self._counts(n)
+        counts, missing = self._counts(draws)
         levels = torch.log1p(counts) - self._centre
         levels = (levels / self._log_deviation.clamp(min=0.5)).clamp(-4.0, 4.0).masked_fill(missing, 0.0)
-        ids = self._live_ids(self._uniform(n, self.config.categories), slice(None), time)
+        ids = self._live_ids(draws.ids, slice(None), draws.time)
         history = history_ids = None
-        if self.config.history_length:
-            draws = self._uniform(n, self.config.history_length)
-            history_ids = self._live_ids(draws, slice(0, 1), time)
+        if draws.past is not None and draws.lengths is not None:
+            history_ids = self._live_ids(draws.past, slice(0, 1), draws.time)
             # Right-aligned: the most recent event is always the last column. Lengths are uniform from 0 to T.
-            length = self._uniform(n, 1) * (self.config.history_length + 1)
+            length = draws.lengths * (self.config.history_length + 1)
             age = torch.arange(self.config.history_length, 0, -1, device=self.device)
             absent = age > length
             history = (history_ids % self._rows[0]).masked_fill(absent, -1)
             history_ids = history_ids.masked_fill(absent, -1)
-        logits = self.config.signal * self._teacher.logits(levels, ids, history_ids, time)
+        logits = self.config.signal * self._teacher.logits(levels, ids, history_ids, draws.time)
         return counts, missing, ids % self._rows, history, logits
 
-    def _counts(self, n: int) -> tuple[Tensor, Tensor]:
-        columns = len(NUMERICS)
-        body = torch.randn(n, columns, device=self.device, generator=self._generator)
-        body = torch.exp(self._log_median + self._log_deviation * body)
-        kind, tail, present = self._uniform(3, n, columns).unbind(0)
+    def _counts(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        body = torch.exp(self._log_median + self._log_deviation * draws.body)
+        kind, tail, present = draws.kinds.unbind(0)
         # U ** (-1 / alpha) is a Pareto multiplier; 1 - U keeps it off zero.
         multiplier = (1.0 - tail) ** self._tail
         x = torch.where(kind < PARETO_SHARE, body * multiplier, body)
         x = torch.where(kind > 1.0 - self._zero, 0.0, x)
         return x.clamp(max=MAX_COUNT).floor(), present < self._missing
 
-    def _live_ids(self, uniform: Tensor, columns: slice, time: float) -> Tensor:
+    def _live_ids(self, draws: Tensor, columns: slice, time: Tensor) -> Tensor:
         """Zipf ranks, as the ids that hold these ranks at that time: generation * live ids + rank."""
+        uniform, handover = draws.unbind(0)
         # Inverse of the continuous distribution x ** -s on [1, n + 1): no table, one power per id.
         rank = (1.0 + uniform * self._span[columns]) ** (1.0 / self._power[columns]) - 1.0
         rank = rank.long().clamp(min=0).minimum(self._ids[columns] - 1)
         # Each rank has its own birthday, so that new ids come in one by one.
         phase = (rank * 0x9E3779B1 & 0xFFFFFF).float() / 2**24
-        handover = self._uniform(*uniform.shape) * (HANDOVER / self.config.lifetime)
+        handover = handover * (HANDOVER / self.config.lifetime)
         generation = (time / self.config.lifetime + phase + handover).floor() * self._renews[columns]
         return generation.long() * self._ids[columns] + rank
 
@@ -237,7 +294,7 @@ class SyntheticStream:
     def _midnight(self, day: int) -> Tensor:
         if day not in self._biases:
             self._seed(_CALIBRATION, day)
-            logits = self._draw(float(day), CALIBRATION)[-1]
+            logits = self._see(Draws(*self._events(float(day), CALIBRATION)))[-1]
             self._biases[day] = solve_bias(logits, self.config.ctr)
         return self._biases[day]
 

@@ -56,7 +56,7 @@ class Teacher:
         self._cross = normal(numerics, LATENT) * (SHARES["cross"] * (numerics * LATENT) ** -0.5)
         self._history_scale = SHARES["history"] * LATENT**-0.5
 
-    def logits(self, numerics: Tensor, ids: Tensor, history: Tensor | None, time: float) -> Tensor:
+    def logits(self, numerics: Tensor, ids: Tensor, history: Tensor | None, time: Tensor | float) -> Tensor:
         """Logits [n] without bias: numerics [n, F] float, ids [n, C] and history [n, T] int64 (-1: none), at a day."""
         v = self._vectors(ids, slice(None), time)
         total = v.sum(dim=1)
@@ -74,7 +74,7 @@ class Teacher:
             logits = logits + self._history_scale * (taste * v[:, 0]).sum(dim=1)
         return logits
 
-    def _vectors(self, ids: Tensor, columns: slice, time: float) -> Tensor:
+    def _vectors(self, ids: Tensor, columns: slice, time: Tensor | float) -> Tensor:
         """Latent vectors [..., C, LATENT] of ids [..., C], turned to where they stand at that time."""
         # Two rounds of multiply and shift; the mask keeps the products positive, within 63 bits.
         key = (ids * 0x9E3779B1 + self._salt[columns]) & 0x7FFFFFFF

@@ -14,7 +14,7 @@ from examples.models.dlrm import DLRM, DLRMConfig
 from examples.models.embedding import EmbeddingTables, Recommender
 from examples.models.hstu import HSTU, HSTUConfig
 from examples.models.interformer import InterFormer, InterFormerConfig
-from examples.models.wukong import Wukong, WukongConfig
+from examples.models.wukong import Wukong, WukongConfig, head_input
 
 
 class WukongDense(nn.Module):
@@ -23,6 +23,7 @@ class WukongDense(nn.Module):
     def __init__(self, wukong: Wukong) -> None:
         super().__init__()
         self.dim = wukong.config.dim
+        self.wide = wukong.config.wide
         self.numeric = wukong.numeric
         self.layers = wukong.layers
         self.head = wukong.head
@@ -31,7 +32,7 @@ class WukongDense(nn.Module):
         x = torch.cat([tokens, self.numeric(numerics).unflatten(1, (-1, self.dim))], dim=1)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x.flatten(1)).squeeze(1)
+        return self.head(head_input(x, numerics, self.wide)).squeeze(1)
 
 
 class SplitWukong(Recommender):

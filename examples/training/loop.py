@@ -8,14 +8,15 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.data.stream import Batch, Stream
+from examples.data.stream import Batch, ComposedStream, Stream
 from examples.models.embedding import Recommender
+from examples.training.captured import CapturedStep, SideStream
 from examples.training.checkpoint import CheckpointError
 from examples.training.config import TrainConfig
 from examples.training.optimizers import RowwiseAdagrad
@@ -47,7 +48,8 @@ class Trainer:
         model: on ``device`` already. Only ``model.dense_arch`` is compiled.
         transform: changes the dense part before it is compiled, e.g. `loka_compile.apply_mods` or torchao's conversion.
         device: where batches are moved to.
-        capturable: keep Adam's step count on the GPU, so that `step` can be captured in a CUDA graph.
+        capturable: keep Adam's step count on the GPU, so that `step` can be captured in a CUDA graph (as
+            ``config.cuda_graph`` wants it, too).
     """
 
     def __init__(
@@ -64,17 +66,35 @@ class Trainer:
         self.device = torch.device(device)
         if transform is not None:
             model.dense_arch = transform(model.dense_arch)
+        self._capturable = capturable or config.cuda_graph
+        self.dense = self._compile(model.dense_arch)
+        self._side = SideStream(self.device) if config.cuda_graph else None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Everything of a run but the model and the stream, as it is before the first step."""
+        config = self.config
         self.step_count = 0
         self.seconds = 0.0
-        how = {"fused": True, "capturable": capturable} if self.device.type == "cuda" else {"foreach": True}
-        self.dense_optimizer = torch.optim.Adam(model.dense_arch.parameters(), lr=config.lr, **how)
-        tables = list(model.embed.parameters())
+        how = {"fused": True, "capturable": self._capturable} if self.device.type == "cuda" else {"foreach": True}
+        self.dense_optimizer = torch.optim.Adam(self.model.dense_arch.parameters(), lr=config.lr, **how)
+        tables = list(self.model.embed.parameters())
         if config.table_optimizer == "rowwise_adagrad":
             self.table_optimizer: torch.optim.Optimizer = RowwiseAdagrad(tables, lr=config.table_lr)
         else:
             self.table_optimizer = torch.optim.SparseAdam(tables, lr=config.table_lr)
-        self.dense = self._compile(model.dense_arch)
         self._window: Window | None = None
+        self._captured: CapturedStep | None = None
+        self._steps_here = 0
+
+    def restart(self, weights: Mapping[str, Tensor], stream: Stream) -> None:
+        """Begin again with other initial weights (a state_dict of the model) on another stream of the same shapes.
+
+        What was compiled stays: a loka plan that was made for the first weights is used for these, too.
+        """
+        self.model.load_state_dict(weights)
+        self.stream = stream
+        self._begin()
 
     def _compile(self, dense: torch.nn.Module) -> Callable[..., Tensor]:
         config = self.config
@@ -102,12 +122,17 @@ class Trainer:
         for optimizer, lr in ((self.dense_optimizer, self.config.lr), (self.table_optimizer, self.config.table_lr)):
             for group in optimizer.param_groups:
                 group["lr"] = lr * warmup
+        logits = self._train(batch)
+        self.step_count += 1
+        return logits
+
+    def _train(self, batch: Batch) -> Tensor:
+        """A step with the learning rates as they are: work for the device alone."""
         logits = self.predict(batch)
         F.binary_cross_entropy_with_logits(logits, batch.labels).backward()
         for optimizer in (self.dense_optimizer, self.table_optimizer):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.step_count += 1
         return logits.detach()
 
     def run(
@@ -128,14 +153,16 @@ class Trainer:
         started = time.perf_counter()
         with numerics(self.config):
             while steps is None or self.step_count < steps:
-                try:
-                    batch = next(self.stream).to(self.device)
-                except StopIteration:
-                    break
-                logits = self.step(batch)
-                window = self._window or self._new_window(batch)
-                if window.add(logits, batch.labels, batch.probability):
-                    metrics, losses = window.metrics(), window.step_losses()
+                with self._side() if self._side is not None else contextlib.nullcontext():
+                    try:
+                        logits, batch = self._advance()
+                    except StopIteration:
+                        break
+                    window = self._window or self._new_window(batch)
+                    full = window.add(logits, batch.labels, batch.probability)
+                    if full:
+                        metrics, losses = window.metrics(), window.step_losses()
+                if full:
                     # metrics() waits for the device, so the clock covers all of the window's work.
                     self.seconds += time.perf_counter() - started
                     examples = window.steps * window.batch_size
@@ -150,6 +177,24 @@ class Trainer:
                 if on_step is not None:
                     on_step(self.step_count)
         self.seconds += time.perf_counter() - started
+
+    def _advance(self) -> tuple[Tensor, Batch]:
+        """Train on the next batch of the stream; StopIteration at its end."""
+        if self._side is None:
+            batch = next(self.stream).to(self.device)
+            return self.step(batch), batch
+        here = isinstance(self.stream, ComposedStream) and self.stream.device.type == self.device.type
+        composed = cast(ComposedStream, self.stream) if here else None
+        inputs = composed.next_draws() if composed else next(self.stream).to(self.device)
+        compose: Callable[[Any], Batch] = composed.compose if composed else _as_it_is
+        if self._captured is None and self._steps_here >= self.config.steps_before_capture:
+            self._captured = CapturedStep(compose, self._train, inputs, self._side)
+        self._steps_here += 1
+        if self._captured is None:
+            batch = compose(inputs)
+            return self.step(batch), batch
+        self.step_count += 1
+        return self._captured(inputs)
 
     def _new_window(self, batch: Batch) -> Window:
         self._window = Window(
@@ -177,6 +222,7 @@ class Trainer:
         """
         if differences := self.config.differences(state["config"]):
             raise CheckpointError(f"the checkpoint is of another run: {'; '.join(differences)}")
+        self._captured, self._steps_here = None, 0
         self.model.load_state_dict(state["model"])
         self.dense_optimizer.load_state_dict(state["dense_optimizer"])
         self.table_optimizer.load_state_dict(state["table_optimizer"])
@@ -190,3 +236,7 @@ class Trainer:
                 self.config.window, rows.shape[2], true_probability=rows.shape[0] == 3, device=self.device
             )
             self._window.load_state_dict(state["window"])
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

@@ -70,3 +70,34 @@ def test_smoke_run(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--models", "bert"])
     assert result.exit_code == 2
     assert "no model 'bert'" in result.output
+
+
+SMALL = [
+    "--models", "dlrm", "--size", "tiny", "--backend", "eager", "--batch-size", "32", "--steps", "1", "--rounds", "2",
+    "--device", "cpu", "--data-options", '{"categories": 3, "max_ids": 50}',
+]  # fmt: skip
+
+
+def test_arms_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eager arms have no plan: loka cannot be prepared, and is left out with its last words.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["--out", str(tmp_path), *SMALL, "--arms", "bf16,loka", "--modes", "inference", "--jobs", "2"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "e2e.json").read_text())
+    (arm,) = found["models"]["dlrm"]["inference"].values()
+    assert arm["rounds"] == 2
+    assert arm["cuda_graph"] == "no"
+    assert sum(arm["microseconds_by_kind"].values()) > 0
+    assert "needs a compiler" in found["left_out"]["dlrm inference loka"]
+    assert "dlrm inference loka is left out" in result.output
+
+
+def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), *SMALL, "--arms", "bf16,mods", "--seconds", "1e-9"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "e2e.json").read_text())
+    assert found["models"] == {}
+    assert set(found["left_out"].values()) == {"no time was left"}
+    assert len(found["left_out"]) == 4

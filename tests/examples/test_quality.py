@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.fp8_linear import EmulatedFP8Linear, emulate_fp8, round_to_fp8
 from benchmarks.quality import app
 from benchmarks.quality_arms import ARMS, everywhere_arm, prepare
+from benchmarks.quality_runs import Runs
 from benchmarks.quality_stats import (
     Comparison,
     Interval,
@@ -26,6 +27,7 @@ from benchmarks.quality_stats import (
     relative_percent,
     t_interval,
 )
+from benchmarks.quality_train import ArmTraining
 from examples.models.registry import build
 from examples.training.config import TrainConfig
 from tests.examples.test_models import SMALL, inputs
@@ -252,13 +254,15 @@ def test_a_tiny_protocol_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     # A second call trains nothing that is there, and one more arm is added to the same comparison.
     trained = []
-    import benchmarks.quality as quality
-
-    original = quality.train
-    monkeypatch.setattr(quality, "train", lambda arm, *args: trained.append(arm.name) or original(arm, *args))
+    original = ArmTraining.train
+    monkeypatch.setattr(
+        ArmTraining, "train", lambda self, *args: trained.append(self.arm.name) or original(self, *args)
+    )
     result = runner.invoke(app, ["--out", str(tmp_path), "--arms", "fp32,tf32", *ARGUMENTS])
     assert result.exit_code == 0, result.output
     assert trained == ["tf32"] * 3
+    # Arms of earlier calls stay in the comparison.
+    assert set(json.loads((tmp_path / "quality.json").read_text())["arms"]) == {*arms.split(","), "tf32"}
     # There is no TF32 on a CPU: the same bits.
     tf32 = json.loads((tmp_path / "quality.json").read_text())["arms"]["tf32"]["against_fp32"]
     assert tf32["seeds_labels"] == [0.0] * 3
@@ -268,6 +272,48 @@ def test_a_tiny_protocol_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = runner.invoke(app, ["--out", str(tmp_path), "--arms", "fp32", *other])
     assert result.exit_code == 2
     assert "batch_size: 128 there, 64 now" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_arms_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["--out", str(tmp_path), "--arms", "fp32,loka", "--jobs", "2", "--device", "cpu", *ARGUMENTS]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    # An arm that cannot run (eager has no plan) is named, and the others go on.
+    assert "loka failed: ValueError: arm loka needs a compiler" in result.output
+    found = json.loads((tmp_path / "quality.json").read_text())["arms"]
+    assert found["fp32"]["seeds"] == [0, 1, 2]
+    assert found["fp32"]["examples_per_second"] is None
+    # The same numbers as in one process.
+    setup = json.loads((tmp_path / "setup.json").read_text())
+    here, _ = ArmTraining(ARMS["fp32"], setup, Runs(tmp_path / "here", setup), device="cpu", cuda_graph=False).train(1)
+    assert np.array_equal(here, np.load(tmp_path / "fp32-seed1.npz")["losses"])
+
+
+def test_without_time_everything_is_left_for_the_next_call(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--arms", "fp32", "--seconds", "1e-9", *ARGUMENTS])
+    assert result.exit_code == 0, result.output
+    assert "no time was left for fp32, seed 2" in result.output
+    assert json.loads((tmp_path / "quality.json").read_text())["arms"] == {}
+
+
+def test_what_is_compiled_for_one_seed_serves_the_next(tmp_path: Path) -> None:
+    setup = {
+        "model": "dcnv2", "size": "tiny", "model_options": {}, "data": "synthetic", "batch_size": 64, "steps": 12,
+        "data_options": {"categories": 3, "max_ids": 50}, "train_options": {"warmup": 2}, "window": 4,
+        "score_from": 0.5, "min_features": 16, "backend": "aot_eager",
+    }  # fmt: skip
+
+    def arm(name: str) -> ArmTraining:
+        return ArmTraining(ARMS["bf16"], setup, Runs(tmp_path / name, setup), device="cpu", cuda_graph=True)
+
+    used, fresh = arm("used"), arm("fresh")
+    used.train(0)
+    torch._dynamo.utils.counters.clear()
+    again, _ = used.train(1)
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert np.array_equal(again, fresh.train(1)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize(

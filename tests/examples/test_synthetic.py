@@ -199,3 +199,17 @@ def test_on_a_gpu_batches_repeat_and_keep_the_rate() -> None:
         first.batch(60)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_more_columns_and_another_unit() -> None:
+    config = dataclasses.replace(SMALL, numerics="raw", raw_clamp=1e7)
+    many = SyntheticStream(dataclasses.replace(config, numeric_copies=3))
+    other = SyntheticStream(dataclasses.replace(config, numeric_copies=3, raw_unit=0.1))
+    assert many.schema.n_numerics == 39
+    one, ten = many.batch(2), other.batch(2)
+    torch.testing.assert_close(ten.numerics, 10 * one.numerics)
+    assert torch.equal(one.labels, ten.labels)
+    # Copies of a kind are columns of their own, alike only in distribution.
+    assert not torch.equal(one.numerics[:, 3], one.numerics[:, 16])
+    with pytest.raises(ValueError, match="raw_unit"):
+        dataclasses.replace(config, raw_unit=0.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from benchmarks.e2e import capture
+from benchmarks.e2e_arm import capture
 from examples.data.synthetic import SyntheticConfig, SyntheticStream
 from examples.models.registry import build
 from examples.train import app
@@ -132,7 +132,7 @@ def test_a_training_step_fits_into_one_cuda_graph() -> None:
     batches = [stream.batch(i) for i in range(4)]
     for batch in batches[:1] * 3 + batches:
         pair[0].step(batch)
-    replay = capture(pair[1].step, batches)  # steps three times on the first batch before it captures
+    replay, _ = capture(pair[1].step, batches)  # steps three times on the first batch before it captures
     assert replay is not None
     for i in range(4):
         replay(i)

@@ -30,6 +30,7 @@ def test_tiny(tmp_path):
     everything = set(result["plans"]["everything"]["kernels"]) | {"high_precision:native"}
     assert set(result["plans"]["error_gate"]["kernels"]) <= everything
     assert -1 <= result["modelopt_gradient_score"]["spearman"] <= 1
+    assert "step 24 of 24" in done.output  # a log shows how far it is
 
 
 def test_taylor_scores_by_hand():
