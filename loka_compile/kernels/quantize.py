@@ -3,16 +3,18 @@
 For x [M, N] they give the operand x (contraction along N) and the operand x.T (contraction along M, contiguous as
 [N, M]), either or both::
 
-    tensorwise, rowwise with x.T   two reads: maxima (integer atomics, so that their order does not matter), then cast
+    tensorwise, rowwise with x.T   two reads: maxima, then cast
     rowwise without x.T            one read, or two of a row that stays in L2 where it does not fit the registers
     1x128, 128x128                 one read: a block lies in one tile
 
 The plain-torch twin, which defines scales, zeros, NaN and Inf, is ``loka_compile.lowering.quantize.quantize``; scales
-agree to the last bit or two. Transposed FP8 is stored as bytes, and maxima are compared
-as integers: Triton 3.6 miscompiles some transposed FP8 stores next to min.NaN and max.NaN (triton-lang/triton #11111).
+agree to the last bit or two. Tiles: :mod:`loka_compile.kernels.quantize_tiles`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -20,149 +22,25 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels.quantize_kernels import _amax_kernel, _blocks_kernel, _cast_kernel, _rows_kernel
+from loka_compile.kernels.quantize_tiles import TILES, Tile
 from loka_compile.kernels.reference import LIMITS
 
 #: Rows and columns of a block in the block scalings.
 BLOCK = 128
 #: Elements of a row that one program holds in registers; a longer row is read twice.
 ROW = 16384
-#: Bits of the smallest amax, 1e-12, as an integer that orders like the number.
-_FLOOR = tl.constexpr(0x2B8CBCCC)
-
-
-@triton.jit
-def _scale_of(largest, LIMIT: tl.constexpr):
-    """From maxima as :func:`device.bits`: the scale that multiplies FP8 data, and what x is multiplied by.
-
-    Without exact divisions: their slow path, once for each column in each thread, takes longer than the memory.
-    """
-    scale = tl.maximum(largest, _FLOOR).to(tl.float32, bitcast=True) * (1.0 / LIMIT)
-    return scale, 1.0 / scale
-
-
-@triton.jit
-def _store_q(Q, q, rm, rn, M, N):
-    tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=(rm[:, None] < M) & (rn[None, :] < N))
-
-
-@triton.jit
-def _store_qt(QT, q, rm, rn, M, N):
-    ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True) + rn.to(tl.int64)[:, None] * M + rm[None, :]
-    tl.store(ptr, tl.trans(q.to(tl.uint8, bitcast=True)), mask=(rn[:, None] < N) & (rm[None, :] < M))
-
-
-@triton.jit
-def _load(X, rm, rn, M, N, stride):
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    return tl.load(X + rm.to(tl.int64)[:, None] * stride + rn[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _blocks_kernel(
-    X, Q, S, QT, ST, M, N, stride, TYPE: tl.constexpr, LIMIT: tl.constexpr, SQUARE: tl.constexpr,
-    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A tile holds whole blocks: BLOCK_N is 128, and BLOCK_M too where columns or squares share a scale."""
-    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    size = dev.bits(_load(X, rm, rn, M, N, stride))
-    # The tile is loaded again for each output, from the L1 cache: held in registers it would leave room for one program
-    # per multiprocessor, and Triton would turn it byte by byte. The stores in between keep the loads apart.
-    if SQUARE:
-        scale, inverse = _scale_of(tl.max(tl.max(size, axis=1), axis=0), LIMIT)
-        if WRITE_Q:
-            tl.store(S + pid_m * tl.num_programs(1) + pid_n, scale)
-            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
-        if WRITE_QT:
-            tl.store(ST + pid_n * tl.num_programs(0) + pid_m, scale)
-            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
-    else:
-        if WRITE_Q:
-            scale, inverse = _scale_of(tl.max(size, axis=1), LIMIT)
-            tl.store(S + pid_n.to(tl.int64) * M + rm, scale, mask=rm < M)
-            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[:, None], TYPE, LIMIT), rm, rn, M, N)
-        if WRITE_QT:
-            scale, _ = _scale_of(tl.max(size, axis=0), LIMIT)
-            at = ST + pid_m.to(tl.int64) * N + rn
-            tl.store(at, scale, mask=rn < N)
-            # Read back, so that each thread finds the scales of the columns that it has after the transpose.
-            tl.debug_barrier()
-            inverse = 1.0 / tl.load(at, mask=rn < N, other=1.0, cache_modifier=".cg")
-            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[None, :], TYPE, LIMIT), rm, rn, M, N)
-
-
-@triton.jit
-def _rows_kernel(
-    X, Q, S, M, N, stride, TYPE: tl.constexpr, LIMIT: tl.constexpr, ONCE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = tl.arange(0, BLOCK_N)
-    if ONCE:
-        x = _load(X, rm, rn, M, N, stride)
-        scale, inverse = _scale_of(tl.max(dev.bits(x), axis=1), LIMIT)
-        q = dev.to_fp8(x, inverse[:, None], TYPE, LIMIT)
-        _store_q(Q, q, rm, rn, M, N)
-    else:
-        largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-        for start in range(0, N, BLOCK_N):
-            largest = tl.maximum(largest, dev.bits(_load(X, rm, start + rn, M, N, stride)))
-        scale, inverse = _scale_of(tl.max(largest, axis=1), LIMIT)
-        for start in range(0, N, BLOCK_N):
-            q = dev.to_fp8(_load(X, rm, start + rn, M, N, stride), inverse[:, None], TYPE, LIMIT)
-            _store_q(Q, q, rm, start + rn, M, N)
-    tl.store(S + rm, scale, mask=rm < M)
-
-
-@triton.jit
-def _amax_kernel(
-    X, ROWS, COLUMNS, M, N, stride, ALL: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    size = dev.bits(_load(X, rm, rn, M, N, stride))
-    if ALL:
-        tl.atomic_max(ROWS, tl.max(tl.max(size, axis=1), axis=0), sem="relaxed")
-    if BY_ROW:
-        tl.atomic_max(ROWS + rm, tl.max(size, axis=1), mask=rm < M, sem="relaxed")
-    if BY_COLUMN:
-        tl.atomic_max(COLUMNS + rn, tl.max(size, axis=0), mask=rn < N, sem="relaxed")
-
-
-@triton.jit
-def _cast_kernel(
-    X, ROWS, COLUMNS, Q, S, QT, ST, M, N, stride, TYPE: tl.constexpr, LIMIT: tl.constexpr, ALL: tl.constexpr,
-    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Loaded for each output; see _blocks_kernel.
-    if ALL:
-        scale, inverse = _scale_of(tl.load(ROWS), LIMIT)
-        first = (pid_m == 0) & (pid_n == 0)
-        if WRITE_Q:
-            tl.store(S, scale, mask=first)
-            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
-        if WRITE_QT:
-            tl.store(ST, scale, mask=first)
-            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse, TYPE, LIMIT), rm, rn, M, N)
-    else:
-        if WRITE_Q:
-            scale, inverse = _scale_of(tl.load(ROWS + rm, mask=rm < M, other=0), LIMIT)
-            tl.store(S + rm, scale, mask=(rm < M) & (pid_n == 0))
-            _store_q(Q, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[:, None], TYPE, LIMIT), rm, rn, M, N)
-        if WRITE_QT:
-            scale, inverse = _scale_of(tl.load(COLUMNS + rn, mask=rn < N, other=0), LIMIT)
-            tl.store(ST + rn, scale, mask=(rn < N) & (pid_m == 0))
-            _store_qt(QT, dev.to_fp8(_load(X, rm, rn, M, N, stride), inverse[None, :], TYPE, LIMIT), rm, rn, M, N)
 
 
 @torch.no_grad()
 def quantize(
-    x: Tensor, scaling: str, dtype: torch.dtype, *, with_q: bool = True, with_qt: bool = False
+    x: Tensor,
+    scaling: str,
+    dtype: torch.dtype,
+    *,
+    with_q: bool = True,
+    with_qt: bool = False,
+    tiles: Mapping[str, Tile] = TILES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(q, scale, qt, scale_t)`` of x [M, N], neither of them 0: the operands x and x.T, each as quantize has it.
 
@@ -172,52 +50,74 @@ def quantize(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         with_q: make q [M, N]; its scale is [], [M, 1], [M, ceil(N/128)] (rows adjacent) or [ceil(M/128), ceil(N/128)].
         with_qt: make qt [N, M]; its scale likewise, with M and N exchanged. What is not asked for is empty.
+        tiles: other tiles than the shipped ones.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
     (m, n), device = x.shape, x.device
-
-    def scales(*shape: int, wanted: bool) -> Tensor:
-        return torch.empty(shape if wanted else (0,), dtype=torch.float32, device=device)
-
     q = torch.empty((m, n) if with_q else (0,), dtype=dtype, device=device)
     qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=device)
-    kind = {"TYPE": tl.float8e4nv if dtype is torch.float8_e4m3fn else tl.float8e5, "LIMIT": LIMITS[dtype]}
-    blocks_m, blocks_n = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
+    output = "both" if with_q and with_qt else "x.T" if with_qt else "x"
+    kind = {
+        "TYPE": tl.float8e4nv if dtype is torch.float8_e4m3fn else tl.float8e5, "LIMIT": LIMITS[dtype],
+        "PTX": dev.ptx(device),
+    }  # fmt: skip
+    # Rows of x.T are written as words where they are made of whole ones.
+    kind_t = {"words": m // 4, "WORDS": m % 4 == 0, "WRITE_Q": with_q, "WRITE_QT": with_qt, **kind}
+
+    def scales(*shape: int, wanted: bool = True) -> Tensor:
+        return torch.empty(shape if wanted else (0,), dtype=torch.float32, device=device)
+
+    def grid(tile: Tile) -> tuple[int]:
+        return (triton.cdiv(m, tile.block_m * tile.steps) * triton.cdiv(n, tile.block_n),)
+
     if scaling in ("1x128", "128x128"):
         square = scaling == "128x128"
+        blocks_m, blocks_n = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
         s = scales(*((blocks_m, blocks_n) if square else (blocks_n, m)), wanted=with_q)
         st = scales(*((blocks_n, blocks_m) if square else (blocks_m, n)), wanted=with_qt)
-        block_m = BLOCK if square or with_qt else 32
-        _blocks_kernel[(triton.cdiv(m, block_m), blocks_n)](
-            x, q, s, qt, st, m, n, x.stride(0), **kind, SQUARE=square, WRITE_Q=with_q, WRITE_QT=with_qt,
-            BLOCK_M=block_m, BLOCK_N=BLOCK, num_warps=8 if block_m == BLOCK else 4, num_stages=1,
-        )  # fmt: skip
+        tile = tiles[f"{scaling} {output}"]
+        pairs = tile.pairs and output == "both"
+        _blocks_kernel[(grid(tile)[0] * (1 + pairs),)](
+            x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square, PAIRS=pairs, **_options(tile, x)
+        )
         return (q, s, qt, st) if square else (q, s.t() if with_q else s, qt, st.t() if with_qt else st)
     if scaling == "rowwise" and not with_qt:
-        s = scales(m, 1, wanted=True)
+        s = scales(m, 1)
         block_n = min(ROW, triton.next_power_of_2(n))
         block_m = max(1, 2048 // block_n)
         _rows_kernel[(triton.cdiv(m, block_m),)](
             x, q, s, m, n, x.stride(0), **kind, ONCE=n <= block_n, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=4 if block_n <= 4096 else 8, num_stages=1,
+            num_warps=4 if block_n <= 4096 else 8, num_stages=1, **_early(tiles["rows"], x),
         )  # fmt: skip
         return q, s, qt, scales(wanted=False)
     everything = scaling == "tensorwise"
-    rows = torch.zeros(1 if everything else m, dtype=torch.int32, device=device)
-    columns = rows if everything else torch.zeros(n, dtype=torch.int32, device=device)
+    # The maxima of rows, then those of columns: one buffer to set to zero.
+    maxima = torch.zeros(1 if everything else m + n, dtype=torch.int32, device=device)
+    rows, columns = maxima[:m], maxima[-n:]
     s = scales(*(() if everything else (m, 1)), wanted=with_q)
     st = scales(*(() if everything else (n, 1)), wanted=with_qt)
-    # A transposed tile writes pieces of block_m bytes.
-    block_m = BLOCK if with_qt else 64
-    tile = {"BLOCK_M": block_m, "BLOCK_N": BLOCK, "num_warps": block_m // 16, "num_stages": 1}
-    grid = (triton.cdiv(m, block_m), blocks_n)
-    _amax_kernel[grid](
+    tile = tiles[f"amax {'all' if everything else output}"]
+    _amax_kernel[grid(tile)](
         x, rows, columns, m, n, x.stride(0), ALL=everything, BY_ROW=with_q and not everything,
-        BY_COLUMN=with_qt and not everything, **tile,
+        BY_COLUMN=with_qt and not everything, STEPS=tile.steps, STAGES=tile.stages, **_options(tile, x),
     )  # fmt: skip
-    _cast_kernel[grid](
-        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind, ALL=everything, WRITE_Q=with_q, WRITE_QT=with_qt,
-        **tile,
-    )  # fmt: skip
+    tile = tiles[f"cast {output}"]
+    _cast_kernel[grid(tile)](
+        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything, **_options(tile, x)
+    )
     return q, s, qt, st
+
+
+def _early(tile: Tile, x: Tensor) -> dict[str, Any]:
+    return dev.early(x.device) if tile.early else {"PDL": False}
+
+
+def _options(tile: Tile, x: Tensor) -> dict[str, Any]:
+    """A tile as arguments of a launch."""
+    options = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": tile.group, "EVICT": tile.evict,
+        "num_warps": tile.warps, "num_stages": 1, **_early(tile, x),
+    }  # fmt: skip
+    # In fp32 a tile alone takes as many registers.
+    return options | ({"maxnreg": tile.registers} if tile.registers and x.element_size() == 2 else {})

@@ -16,7 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from loka_compile.kernels import block_norm_backward_fp8, grid_barrier, quantize, scaled_gemm
+from loka_compile.kernels import (
+    block_norm_backward_fp8, device, grid_barrier, quantize, quantize_kernels, scaled_gemm
+)  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.providers.triton_configs import config_for
 
@@ -45,7 +47,7 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, quantize, scaled_gemm):
+    for module in (block_norm_backward_fp8, quantize_kernels, scaled_gemm):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -97,6 +99,9 @@ def gemms(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
+    # As on the GPU, though the tensors are here.
+    device.early = lambda _: {"PDL": True, "launch_pdl": True}
+    device.ptx = lambda _: True
     for scaling in ("tensorwise", "rowwise", "1x128", "128x128"):
         for name, (with_q, with_qt) in {"x": (True, False), "x.T": (False, True), "both": (True, True)}.items():
             found.clear()

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(("name", "least"), [("interpreted_cases", 40), ("interpreted_scaled_gemm", 60), ("interpreted_quantize", 30)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("interpreted_cases", 40), ("interpreted_scaled_gemm", 60), ("interpreted_quantize", 30)]
+)
 def test_kernels_in_the_interpreter(name: str, least: int) -> None:
     cases = Path(__file__).with_name(f"{name}.py")
     result = subprocess.run(
