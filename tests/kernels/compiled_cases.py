@@ -17,9 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
-    block_norm_backward_fp8, device, grid_barrier, quantize, quantize_kernels, scaled_gemm
+    block_norm_backward_fp8, device, grid_barrier, grouped_gemm, quantize, quantize_kernels, scaled_gemm
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
+from loka_compile.lowering.fused.configs import config_for as shipped
 from loka_compile.lowering.providers.triton_configs import config_for
 
 FP8 = torch.float8_e4m3fn
@@ -47,7 +48,7 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, quantize_kernels, scaled_gemm):
+    for module in (block_norm_backward_fp8, grouped_gemm, quantize_kernels, scaled_gemm):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -97,6 +98,17 @@ def gemms(found: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def grouped(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    for width, batch in [(512, 4096), (1024, 4096), (384, 208)]:
+        found.clear()
+        a, scale = [torch.empty(width, batch, dtype=FP8) for _ in range(4)], [torch.empty(())] * 4
+        config = shipped("grouped_gemm", width, width, batch, 1)
+        grouped_gemm.grouped_gemm(a, a, scale, scale, torch.bfloat16, fast=True, config=config)
+        results[f"{width} {batch}"] = list(found)
+    return results
+
+
 def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     # As on the GPU, though the tensors are here.
@@ -128,4 +140,5 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
-    json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted)}, sys.stdout)
+    json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted),
+               "grouped": grouped(noted)}, sys.stdout)

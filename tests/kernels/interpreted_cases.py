@@ -20,6 +20,7 @@ from loka_compile.kernels.cast import cast_transpose, quantize_weights
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.kernels.gemm_block_norm import launch
 from loka_compile.kernels.grid_barrier import STATE
+from loka_compile.kernels.grouped_gemm import grouped_gemm
 from loka_compile.kernels.split_k import gemm_split_k
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
@@ -105,6 +106,17 @@ def test_split_k(m: int, n: int, k: int, splits: int, tma: bool) -> None:
     parts = gemm_split_k(a, b, torch.tensor(0.5), torch.tensor(3.0), splits, fast=True, config=config)
     assert parts.shape == (splits, m, n)
     torch.testing.assert_close(parts.sum(0).double(), 1.5 * a.double() @ b.double().t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 33, 52), (16, 16, 48), (1, 5, 13)])
+def test_gemms_of_one_shape_together(count: int, m: int, n: int, k: int) -> None:
+    a, b = ([torch.randn(rows, k) for _ in range(count)] for rows in (m, n))
+    scales = [torch.tensor(0.5 + i) for i in range(count)]
+    config = GemmConfig(block_m=16, block_n=16, block_k=16)
+    outs = grouped_gemm(a, b, scales, scales[::-1], torch.float32, fast=True, config=config)
+    for out, x, w, s, t in zip(outs, a, b, scales, scales[::-1], strict=True):
+        torch.testing.assert_close(out.double(), x.double() @ w.double().t() * s * t, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("m", "n"), [(7, 384), (33, 256), (1, 512), (20, 100), (3, 3456)])

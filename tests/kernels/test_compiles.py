@@ -43,6 +43,15 @@ def test_gemms_use_fp8_tensor_cores(compiled: dict[str, Any]) -> None:
     assert not compiled["gemms"]["blockwise_128x128 1x1x13"][0]["tma"]
 
 
+def test_gemms_in_one_launch_spill_nothing(compiled: dict[str, Any]) -> None:
+    assert len(compiled["grouped"]) == 3
+    for case, (kernel,) in compiled["grouped"].items():
+        assert all(op.endswith(".f32.e4m3.e4m3") for op in kernel["mma"]), case
+        assert kernel["mma"], case
+        assert kernel["stack"] == 0, case
+        assert kernel["shared"] <= SHARED, case
+
+
 def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
     """They wait for memory: a multiprocessor must hold at least two programs of 256 threads."""
     assert len(compiled["quantisers"]) == 12

@@ -166,6 +166,18 @@ def test_split_k(m: int, n: int, k: int, splits: int, tma: bool) -> None:
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 512, 4096), (1024, 1024, 4096), (1024, 512, 208), (7, 384, 4096)])
+@pytest.mark.parametrize("fast", [True, False])
+def test_grouped_scaled_mm(m: int, n: int, k: int, fast: bool) -> None:
+    a, b = [fp8(m, k) for _ in range(9)], [fp8(n, k) for _ in range(9)]
+    scales = [torch.tensor(0.01 * (i + 1), device="cuda") for i in range(9)]
+    import loka_compile.lowering.fused.grouped  # noqa: F401  (registers the operator)
+
+    outs = torch.ops.loka.grouped_scaled_mm(a, b, scales, scales, torch.bfloat16, fast)
+    for out, x, w, s in zip(outs, a, b, scales, strict=True):
+        assert relative(out, x.double() @ w.double().t() * s.double() ** 2) < 4e-3
+
+
 @pytest.mark.parametrize("kind", [E4M3, torch.bfloat16])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 448), (199, 3456, 448), (4096, 512, 1024)])
 def test_compiled_residual_before_the_norm(kind: torch.dtype, m: int, n: int, k: int) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 from loka_compile.gemm import Role
 from loka_compile.lowering.fused.forward import block_refusal, is_sum, on_this_device
 from loka_compile.lowering.fused.gradients import drop_unread, gradients
+from loka_compile.lowering.fused.grouped import group_grad_weights
 from loka_compile.lowering.fused.match import (
     ALIAS,
     CONVERT,
@@ -47,6 +48,7 @@ def fuse_joint(graph: fx.Graph, report: Report) -> int:
     """
     found = list(quantisations(graph))
     emitted = _weights(graph, found, report) + gradients(graph, found, report)
+    emitted += group_grad_weights(graph, report)
     if emitted:
         sort_topologically(graph)
         graph.eliminate_dead_code()
