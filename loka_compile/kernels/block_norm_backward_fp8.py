@@ -16,14 +16,9 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels import grid_barrier as grid
+from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
-
-#: Rows per tile, warps, and programs that a multiprocessor holds at once: their registers are bounded accordingly.
-BLOCK_M, WARPS, RESIDENT = 32, 8, 2
-#: Registers of a thread that let RESIDENT programs fit.
-REGISTERS = 65536 // (32 * WARPS * RESIDENT)
-
 
 @triton.jit
 def _gradient(
@@ -112,6 +107,7 @@ def _backward_fp8_kernel(
 def block_norm_backward_fp8(
     grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int, hardswish: bool, dtype: torch.dtype,
     with_dx: bool = False, with_q: bool = True, with_qt: bool = True, with_xt: bool = False,
+    config: MeetingConfig = MeetingConfig(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dx, q, qt, scale, xt)`` for contiguous grad and y [M, N] (not empty), rstd fp32 [M, ceil(N/block)].
 
@@ -122,8 +118,8 @@ def block_norm_backward_fp8(
     (m, n), device = grad.shape, grad.device
     norm = norm_tile(n, block)
     block_n = max(norm, min(256, triton.next_power_of_2(n)))
-    tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(n, block_n)
-    room = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
+    room = config.resident * torch.cuda.get_device_properties(device).multi_processor_count
     dx = torch.empty((m, n) if with_dx else (0,), dtype=grad.dtype, device=device)
     q = torch.empty((m, n) if with_q else (0,), dtype=dtype, device=device)
     qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=device)
@@ -132,8 +128,8 @@ def block_norm_backward_fp8(
     for phase in grid.phases(device):
         _backward_fp8_kernel[(min(tiles, room),)](
             grad, y, rstd, dx, q, qt.view(torch.uint8), xt.view(torch.uint8), scale, state, m, n, tiles,
-            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
+            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, KEEP=tiles <= room, PHASE=phase,
-            num_warps=WARPS, num_stages=1, maxnreg=REGISTERS, **grid.together(device),
+            num_warps=config.warps, num_stages=1, maxnreg=config.registers, **grid.together(device),
         )  # fmt: skip
     return dx, q, qt, scale, xt

@@ -38,5 +38,20 @@ class GemmConfig:
         return replace(self, stages=max(2, min(self.stages, fit)))
 
 
+@dataclass(frozen=True)
+class MeetingConfig:
+    """Tile and residency of a kernel whose programs meet: ``resident`` programs of ``warps`` warps share a
+    multiprocessor, and their registers are bounded so that they fit."""
+
+    block_m: int = 32
+    warps: int = 8
+    resident: int = 2
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have; an H200's multiprocessor has 65536, a thread at most 255."""
+        return min(255, 65536 // (32 * self.warps * self.resident) // 8 * 8)
+
+
 #: Bytes that Triton's barriers take beside the tiles.
 _BARRIERS = 256

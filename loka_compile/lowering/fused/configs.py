@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loka_compile.kernels.config import GemmConfig
+from loka_compile.kernels.config import GemmConfig, MeetingConfig
 
 _DATA = Path(__file__).parents[2] / "data" / "fused_h200.json"
 
@@ -48,3 +48,9 @@ def splits_for(m: int, n: int, k: int, itemsize: int) -> int:
     """Into how many parts to cut the contraction; 1 is not at all."""
     rule = find("gemm_split_k", m, n, k, itemsize)
     return 1 if rule is None else int(rule.get("splits", 1))
+
+
+def meeting_config(kernel: str, m: int, n: int) -> MeetingConfig:
+    """The configuration of a kernel whose programs meet, for a tensor [m, n]."""
+    rule = find(kernel, m, n, 1, 1)
+    return MeetingConfig(**rule.get("config", {})) if rule is not None else MeetingConfig()

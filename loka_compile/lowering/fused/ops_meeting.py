@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.kernels import reference as ref
+from loka_compile.lowering.fused.configs import meeting_config
 from loka_compile.lowering.fused.ops import FP8, LIBRARY
 
 #: As kernels.grid_barrier.STATE, which needs triton.
@@ -73,6 +74,7 @@ def _cuda(
     return block_norm_backward_fp8(
         grad.contiguous(), y.contiguous(), rstd.contiguous(), state, block=block, hardswish=hardswish, dtype=dtype,
         with_dx=with_dx, with_q=with_q, with_qt=with_qt, with_xt=with_xt,
+        config=meeting_config("block_norm_backward_fp8", *grad.shape),
     )  # fmt: skip
 
 

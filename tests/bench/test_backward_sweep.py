@@ -1,0 +1,36 @@
+"""benchmarks/backward_sweep.py without a GPU: its loop, its budget, and that a broken arm does not end it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import backward_sweep
+
+
+def test_shapes_are_written_and_broken_arms_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def gradients(m: int, n: int) -> backward_sweep.Arms:
+        return {"two kernels": [lambda: m], "broken": [lambda: m // 0]}
+
+    def weights(width: int, batch: int) -> backward_sweep.Arms:
+        return {"cuBLASLt, one by one": [lambda: width]}
+
+    monkeypatch.setattr(backward_sweep, "gradients", gradients)
+    monkeypatch.setattr(backward_sweep, "weights", weights)
+    monkeypatch.setattr(backward_sweep, "measure", lambda arms, rounds: {name: c[0]() for name, c in arms.items()})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["backward_sweep.py", "--out", str(tmp_path)])
+    backward_sweep.main()
+    found = json.loads((tmp_path / "backward_sweep.json").read_text())["us"]
+    assert found["gradients 4096x512"] == {"two kernels": 4096}
+    assert found["weights 1024x4096"] == {"cuBLASLt, one by one": 1024}
+    assert len(found) == len(backward_sweep.GRADIENTS) + len(backward_sweep.WEIGHTS)
+    (tmp_path / "backward_sweep.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["backward_sweep.py", "--out", str(tmp_path), "--seconds", "-1"])
+    backward_sweep.main()
+    assert not (tmp_path / "backward_sweep.json").exists()
