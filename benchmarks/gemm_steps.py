@@ -1,24 +1,28 @@
 """The GEMMs of a model's training step alone, each layer's compiled as our lowering compiles them.
 
 A :class:`LayerStep` is the products of one linear layer with a kernel for each. The FP8 ones are traced from the
-provider (quantisers and kernel, `Provider.gemm`) and compiled by Inductor together, so that a quantisation that two of
-them need runs once, as it does in a joint graph. A model's step is its layers' steps in a row, timed as one CUDA graph.
+provider (quantisers and kernel, `Provider.gemm`) together, so that a quantisation that two of them need runs once, as
+it does in a joint graph; gemm_pieces.py compiles what comes before the kernels, for all arms alike. A model's step is
+its layers' steps in a row, timed as one CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.gemm_pieces import Compiled, device, pieces_of, runner
 from examples.data.stream import Schema
 from examples.models.registry import build
 from loka_compile.bench.operands import Operands, copies_past_l2
-from loka_compile.bench.prepare import FirstCall, Job, Preparation, compile_only
+from loka_compile.bench.prepare import FirstCall, Job, Preparation
 from loka_compile.bench.records import Timing
 from loka_compile.bench.runner import COMPILE_AT_FIRST_CALL
 from loka_compile.bench.timing import Call, Timer
@@ -86,7 +90,7 @@ def linear_layers(model: str, size: str, batch: int) -> list[LinearLayer]:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Products of one layer ``y[M, N] = x[M, K] @ W[N, K].T``, each in a kernel. A job of Preparation as well."""
+    """Products of one layer ``y[M, N] = x[M, K] @ W[N, K].T``, each in a kernel."""
 
     batch: int
     inputs: int
@@ -118,25 +122,17 @@ class LayerStep:
                 results.append(kernel.gemm(a, a_turned, b, b_turned, kernel.recipe(recipe), x.dtype))
         return tuple(results)
 
-    def traced(self, *tensors: Tensor) -> torch.fx.GraphModule:
-        """The step as aten operators and kernels."""
+    def graph(self) -> torch.fx.GraphModule:
+        """The step as aten operators and kernels. Nothing is computed."""
         for _, (provider, _) in self.choices:
             get_provider(provider).supported()  # loads its library
+        with FakeTensorMode():
+            tensors = [torch.empty(*shape, dtype=getattr(torch, self.dtype), device=device()) for shape in self.shapes]
         return make_fx(lambda x, w, g: self(x, w, g), tracing_mode="fake")(*tensors)
 
-    def compiled(self, *tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-        """By Inductor, for the shapes of the tensors; what is native alone needs no compiler."""
-        if self.is_native:
-            return self
-        return torch.compile(self.traced(*tensors), dynamic=False, fullgraph=True)  # type: ignore[return-value]
-
-    def run(self) -> str | None:
-        """Compile into the caches, as a job."""
-        dtype = getattr(torch, self.dtype)
-        tensors = [torch.empty(*shape, dtype=dtype, device="cuda") for shape in self.shapes]
-        with torch.no_grad():
-            compile_only(self.traced(*tensors), *tensors)
-        return None
+    def compiled(self, pieces: dict[str, Compiled]) -> Callable[..., tuple[Tensor, ...]]:
+        """As it is timed; ``pieces`` holds what is compiled so far. What is native alone needs no compiler."""
+        return self if self.is_native else runner(self, pieces)
 
 
 def step_of(layer: LinearLayer, choose: Callable[[Role], Candidate]) -> LayerStep:
@@ -224,42 +220,54 @@ def measure(
     *,
     l2: int,
     workers: int,
-    seconds: float,
+    compile_until: float,
+    limit: float,
     found: Callable[[Group, dict[str, Timing | str]], None],
-    out_of_time: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Compile all steps in parallel, for at most ``seconds``, then time group after group.
+    """Compile all pieces in parallel, in the order of the groups, and time each group as soon as it has all of its own.
 
     Args:
-        groups: what to time.
+        groups: what to time, most valuable first.
         timer: how.
         operands: where tensors come from.
         l2: bytes of the L2 cache.
         workers: processes that compile; 0 compiles where it is timed.
-        seconds: for compiling. A step that is not ready by then is left out, and so is its arm.
+        compile_until: when nothing is waited for any more: an arm whose pieces are not there by then is left out.
+        limit: when no other group is begun.
         found: called with each group and its timings.
-        out_of_time: asked before each group; the rest is left out when it is True.
+        clock: seconds, monotonic; both times are its.
     """
-    steps = list(dict.fromkeys(s for g in groups for arm in g.arms.values() for s in arm if not s.is_native))
-    calls: list[Job] = list(dict.fromkeys(call for step in steps for call in _first_calls(step)))
-    jobs: list[Job] = [*calls, *steps]  # type: ignore[list-item]
-    with Preparation(workers, jobs) as preparation, torch.no_grad():
-        preparation.wait(jobs, seconds)
-        problems = {step: _problem(preparation, step) for step in steps}
-    with torch.no_grad():
+    with Preparation(workers) as preparation, torch.no_grad():
+        # While the processes start, the steps are traced here.
+        needs: dict[LayerStep, list[Job]] = {}
         for group in groups:
-            if out_of_time():
-                return
+            for arm in group.arms.values():
+                for step in arm:
+                    if step not in needs and not step.is_native:
+                        needs[step] = [*_first_calls(step), *pieces_of(step)]  # type: ignore[list-item]
+                        preparation.add(needs[step])
+        pending, compiled = list(groups), dict[str, Compiled]()
+        while pending and clock() < limit:
+            ready = [g for g in pending if all(preparation.done(j) for j in _jobs(g, needs))]
+            if not ready and clock() < compile_until:
+                time.sleep(0.05)
+                continue
+            group = (ready or pending)[0]
+            pending.remove(group)
             makers, timings = {}, dict[str, Timing | str]()
             for name, arm in group.arms.items():
-                wrong = next((problems[s] for s in arm if problems.get(s)), None)
+                wrong = next(filter(None, (_problem(preparation, needs.get(step, [])) for step in arm)), None)
                 if wrong:
                     timings[name] = wrong
                 else:
-                    makers[name] = functools.partial(_calls, arm, operands, l2)
+                    makers[name] = functools.partial(_calls, arm, operands, l2, compiled)
             timings |= timer.measure(makers, lambda _: None)
             found(group, timings)
-            torch.compiler.reset()
+
+
+def _jobs(group: Group, needs: Mapping[LayerStep, list[Job]]) -> list[Job]:
+    return [job for arm in group.arms.values() for step in arm for job in needs.get(step, [])]
 
 
 def _first_calls(step: LayerStep) -> list[FirstCall]:
@@ -271,29 +279,27 @@ def _first_calls(step: LayerStep) -> list[FirstCall]:
     ]
 
 
-def _problem(preparation: Preparation, step: LayerStep) -> str | None:
-    for job in (*_first_calls(step), step):
-        if not preparation.done(job):  # type: ignore[arg-type]
+def _problem(preparation: Preparation, jobs: Sequence[Job]) -> str | None:
+    for job in jobs:
+        if not preparation.done(job):
             return "not compiled in time"
-        answer = preparation.answer(job)  # type: ignore[arg-type]
+        answer = preparation.answer(job)
         if answer:
             return answer
     return None
 
 
-def _calls(arm: Sequence[LayerStep], operands: Operands, l2: int) -> list[Call]:
+def _calls(arm: Sequence[LayerStep], operands: Operands, l2: int, pieces: dict[str, Compiled]) -> list[Call]:
     """Calls of an arm on tensors of their own; one that fills the L2 many times over needs no copies."""
     operands.rewind()
     dtype = getattr(torch, arm[0].dtype)
     sizes = [rows * columns * dtype.itemsize for step in arm for rows, columns in step.shapes]
-    compiled: dict[LayerStep, Callable[..., tuple[Tensor, ...]]] = {}
+    compiled = {step: step.compiled(pieces) for step in dict.fromkeys(arm)}
     calls: list[Call] = []
     for _ in range(copies_past_l2(sizes, l2, least=1)):
         parts = []
         for step in arm:
             tensors = [operands.take(*shape, dtype) for shape in step.shapes]
-            if step not in compiled:
-                compiled[step] = step.compiled(*tensors)
             parts.append(functools.partial(compiled[step], *tensors))
         calls.append(functools.partial(_all, parts))
     return calls

@@ -46,7 +46,7 @@ class Run:
     ) -> None:  # fmt: skip
         """Time all groups within ``limit`` seconds from the start; see :func:`benchmarks.gemm_steps.measure`.
 
-        More than half of them are for compiling. On a CPU a timer must be given.
+        Two thirds of them may pass with compiling. On a CPU a timer must be given.
         """
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if timer is None else 1
         configure()
@@ -64,9 +64,8 @@ class Run:
             try:
                 measure(
                     groups, timer or GraphTimer(), operands or Operands(torch.device("cuda")), l2=l2,
-                    workers=(os.cpu_count() or 1) if workers < 0 else workers, 
-                    seconds=0.55 * limit - (time.monotonic() - self.started), found=found,
-                    out_of_time=lambda: time.monotonic() - self.started > limit,
+                    workers=(os.cpu_count() or 1) if workers < 0 else workers,
+                    compile_until=self.started + 0.67 * limit, limit=self.started + limit, found=found,
                 )  # fmt: skip
             except DeviceLostError as error:
                 # What was measured before stays; the summary says what is missing.

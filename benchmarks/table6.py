@@ -1,12 +1,14 @@
 """Counterpart of the paper's table VI: single recipes everywhere against the plan, on the GEMMs of a training step.
 
-    python -m benchmarks.table6 --out benchmarks/results/table6_h200.json     # 90 s on one H200
+    python -m benchmarks.table6 --out benchmarks/results/table6_h200.json     # 150 s on one H200
 
 Three parts, all measured with CUDA graphs, quantisation included, bf16 operands of random numbers:
 
 1. all GEMMs of a training step of Wukong (``examples.models``, size h200, batch 8192): bf16, each recipe applied
    everywhere (what it refuses stays bf16), and the plan that follows from the cost table;
-2. every different GEMM that the plan puts into FP8, alone, against bf16: none may be slower;
+2. every different layer of which the plan puts something into FP8: bf16, the plan, and the plan with one of its GEMMs
+   put back to bf16. A GEMM's speed-up is what putting it back costs, so that a quantisation that it shares with
+   another is not counted as its own: none may be below 1;
 3. the forward of the 27 layers of ``loka27``, each alone: plan against bf16, geometric mean and worst case.
 
 The plan here is by cost alone; what errors a recipe makes is the probe's business.
@@ -14,6 +16,7 @@ The plan here is by cost alone; what errors a recipe makes is the probe's busine
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -70,8 +73,11 @@ PAPER = {
     "torchao tensorwise": 1.05, "torchao rowwise": 1.01, "torchao rowwise_with_gw_hp": 1.08, "deepgemm blockwise": 0.85,
     "fbgemm rowwise": 0.98, "plan": 1.12,
 }  # fmt: skip
-#: Those that are measured when nobody says; the others are as quick to add as their kernels to compile.
-DEFAULT = ("torch tensorwise_fast", "torchao tensorwise", "torchao rowwise_with_gw_hp", "fbgemm rowwise")
+#: In this order they are compiled.
+DEFAULT = (
+    "torch tensorwise_fast", "torchao tensorwise", "torchao rowwise_with_gw_hp", "torchao rowwise", "fbgemm rowwise",
+    "torch blockwise", "deepgemm blockwise",
+)  # fmt: skip
 MODELS = ("wukong", "dlrm", "dcnv2")
 SHAPES = Path(__file__).parent / "shapes" / "lrm.csv"
 app = typer.Typer(add_completion=False)
@@ -97,20 +103,40 @@ def model_group(name: str, layers: Sequence[LinearLayer], plan: Plan, single: Se
     return Group(name, arms)
 
 
-def gemm_groups(layers: Sequence[LinearLayer], plan: Plan) -> list[Group]:
-    """One group for every different GEMM that the plan has in FP8: bf16 and the plan's kernel."""
-    groups: dict[str, Group] = {}
+def layer_groups(layers: Sequence[LinearLayer], plan: Plan) -> list[Group]:
+    """One group for every different layer of which the plan has something in FP8: bf16, the plan, GEMMs put back."""
+    groups: dict[LayerStep, Group] = {}
     for layer in layers:
-        for role in layer.roles:
-            candidate = chooser(plan, layer.site)(role)
-            if candidate != BASELINE:
-                gemm = layer.layer.gemm(role, "bfloat16")
-                name = f"{role.value} {gemm.m}x{gemm.n}x{gemm.k} {':'.join(candidate)}"
-                groups.setdefault(name, Group(name, {
-                    kind: [LayerStep(layer.batch, layer.inputs, layer.outputs, ((role, kernel),))]
-                    for kind, kernel in (("bf16", BASELINE), ("plan", candidate))
-                }))  # fmt: skip
+        planned = step_of(layer, chooser(plan, layer.site))
+        fp8 = [role for role, candidate in planned.choices if candidate != BASELINE]
+        if not fp8 or planned in groups:
+            continue
+        arms = {"bf16": [step_of(layer, lambda _: BASELINE)], "plan": [planned]}
+        for role in fp8[: len(fp8) if len(fp8) > 1 else 0]:
+            choices = tuple((r, BASELINE if r is role else candidate) for r, candidate in planned.choices)
+            arms[back(role)] = [dataclasses.replace(planned, choices=choices)]
+        kernels = ", ".join(f"{r.value} {':'.join(kernel)}" for r, kernel in planned.choices if r in fp8)
+        groups[planned] = Group(f"{layer.batch}x{layer.inputs}x{layer.outputs}: {kernels}", arms)
     return list(groups.values())
+
+
+def back(role: Role) -> str:
+    """The arm in which this GEMM of a layer is put back."""
+    return f"plan, {role.value} in bf16"
+
+
+def gemm_speedups(groups: Sequence[Group], timings: dict[str, Any]) -> dict[str, float]:
+    """For each GEMM in FP8 of :func:`layer_groups` the time without it in FP8 over the time with it; NaN: unknown."""
+    found = {}
+    for group in groups:
+        arms = timings.get(group.name, {})
+        (planned,) = group.arms["plan"]
+        fp8 = [role for role, candidate in planned.choices if candidate != BASELINE]
+        for role in fp8:
+            without = arms.get(back(role) if len(fp8) > 1 else "bf16")
+            known = isinstance(without, dict) and isinstance(arms.get("plan"), dict)
+            found[f"{role.value} of {group.name}"] = without["us"] / arms["plan"]["us"] if known else math.nan
+    return found
 
 
 def available(recipes: Sequence[str]) -> list[str]:
@@ -134,7 +160,7 @@ def main(
     batch: int = 8192,
     size: str = "h200",
     costs: Annotated[str, typer.Option(help="A cost table: a target's name or a file.")] = "h200",
-    seconds: Annotated[float, typer.Option(help="Seconds for everything; what does not fit is left out.")] = 90.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for everything; what does not fit is left out.")] = 150.0,
     workers: Annotated[int, typer.Option(help="Processes that compile; -1: one a core.")] = -1,
 ) -> None:
     """Measure all three parts, the whole step first."""
@@ -152,11 +178,11 @@ def main(
         out, {"model": "wukong", "size": size, "batch": batch, "plan": plan.counts(), "loka27 plan": forward.counts()}
     )
     step = model_group("wukong", layers, plan, available(recipes.split(",")))
-    parts = [[step], gemm_groups(shapes, forward), gemm_groups(layers, plan)]
+    shape_groups, step_groups = layer_groups(shapes, forward), layer_groups(layers, plan)
     comparison, others = ({}, []) if predicted is None else predict(MODELS, size, batch, table)
     others = [group for group in others if group.name != step.name]
-    run.measure([group for part in (parts[0], others, *parts[1:]) for group in part], limit=seconds, workers=workers)
-    summarise(run.result, *([group.name for group in part] for part in parts[1:]), loka27=len(shapes))
+    run.measure([step, *others, *shape_groups, *step_groups], limit=seconds, workers=workers)
+    summarise(run.result, shape_groups, step_groups, loka27=len(shapes))
     run.save()
     if predicted is not None:
         kept = {
@@ -168,7 +194,7 @@ def main(
         predicted.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def summarise(result: dict[str, Any], loka27_groups: list[str], step_groups: list[str], *, loka27: int) -> None:
+def summarise(result: dict[str, Any], loka27_groups: list[Group], step_groups: list[Group], *, loka27: int) -> None:
     """Add the summary to the results, and print them."""
     timings = result["timings"]
     step = timings.get("wukong", {})
@@ -183,23 +209,23 @@ def summarise(result: dict[str, Any], loka27_groups: list[str], step_groups: lis
         grid.add_row(name, *cells, *[""] * (2 - len(cells)), known, paper)
     console().print(grid)
     single = [s for name, s in speedups.items() if name not in ("bf16", "plan") and not math.isnan(s)]
-    alone, forward = (
-        {name: s for name in names if not math.isnan(s := speedup(timings.get(name, {}), "plan"))}
-        for names in (step_groups, loka27_groups)
-    )
+    per_gemm, forward = (gemm_speedups(groups, timings) for groups in (step_groups, loka27_groups))
+    alone = {name: s for name, s in per_gemm.items() if not math.isnan(s)}
+    measured = {name: s for name, s in forward.items() if not math.isnan(s)}
     # What the plan leaves in bf16 is the same kernel, so as fast.
-    ratios = list(forward.values()) + [1.0] * (loka27 - len(loka27_groups))
+    ratios = list(measured.values()) + [1.0] * (loka27 - len(forward))
     result["summary"] = {
         "plan over the best single recipe": speedups.get("plan", math.nan) / max(single, default=math.nan),
         "worst GEMM of the step": min(alone.items(), key=lambda item: item[1], default=None),
         "GEMMs of the step slower than bf16": sorted(name for name, s in alone.items() if s < 1.0),
-        "GEMMs of the step not measured": len(step_groups) - len(alone),
+        "GEMMs of the step not measured": len(per_gemm) - len(alone),
         "loka27 geometric mean": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan,
-        "loka27 worst": min(forward.items(), key=lambda item: item[1], default=None),
-        "loka27 in FP8": len(loka27_groups),
-        "loka27 not measured": len(loka27_groups) - len(forward),
+        "loka27 worst": min(measured.items(), key=lambda item: item[1], default=None),
+        "loka27 in FP8": len(forward),
+        "loka27 not measured": len(forward) - len(measured),
+        "speed-ups of the GEMMs": {**alone, **measured},
     }
-    console().print(result["summary"])
+    console().print({k: v for k, v in result["summary"].items() if k != "speed-ups of the GEMMs"})
 
 
 def speedup(arms: dict[str, Any], name: str) -> float:

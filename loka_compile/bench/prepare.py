@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
+from typing import Protocol
 
 import torch
 
@@ -76,7 +77,14 @@ class CompileQuantizer:
         return None
 
 
-Job = SelfTest | FirstCall | CompileQuantizer
+class Job(Protocol):
+    """Anything that can be pickled, compared and run."""
+
+    def run(self) -> str | None:
+        """None, or what is wrong."""
+        ...
+
+    def __hash__(self) -> int: ...
 
 
 class _CompiledError(Exception):
@@ -153,20 +161,29 @@ class Preparation:
 
     Args:
         workers: number of processes; 0 prepares nothing, and nothing is waited for.
-        jobs: what to do. One that takes its process down is never finished; another process takes its place.
+        jobs: what to do; None: :meth:`add` will say. One that takes its process down is never finished; another
+            process takes its place.
         apart: every job gets a process of its own.
         patient: give way to other processes.
     """
 
-    def __init__(self, workers: int, jobs: Sequence[Job], *, apart: bool = False, patient: bool = False) -> None:
+    def __init__(
+        self, workers: int, jobs: Sequence[Job] | None = None, *, apart: bool = False, patient: bool = False
+    ) -> None:
         self._pool: Pool | None = None
         self._results: dict[Job, AsyncResult[str | None]] = {}
-        if workers > 0 and jobs:
+        if workers > 0 and (jobs is None or jobs):
             self._pool = multiprocessing.get_context("spawn").Pool(
-                min(workers, len(jobs)), configure, (patient,), maxtasksperchild=1 if apart else None
+                min(workers, len(jobs or range(workers))), configure, (patient,), maxtasksperchild=1 if apart else None
             )  # fmt: skip
-            for job in dict.fromkeys(jobs):
-                self._results[job] = self._pool.apply_async(_run, (job,))
+        self.add(jobs or ())
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Further jobs, behind those there are; one that was given before is not done twice."""
+        if self._pool is not None:
+            for job in jobs:
+                if job not in self._results:
+                    self._results[job] = self._pool.apply_async(_run, (job,))
 
     def __enter__(self) -> Preparation:
         return self

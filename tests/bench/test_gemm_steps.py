@@ -6,15 +6,16 @@ import math
 import pytest
 import torch
 
-from benchmarks import predicted, table6
-from benchmarks.gemm_steps import Group, LayerStep, LinearLayer, linear_layers, plan_of, predicted_us, step_of
+from benchmarks import gemm_pieces, predicted, table6
+from benchmarks.gemm_steps import Group, LayerStep, LinearLayer, linear_layers, measure, plan_of, predicted_us, step_of
 from benchmarks.gemm_steps_run import Run
 from loka_compile.bench.operands import Operands
-from loka_compile.bench.prepare import compile_only
+from loka_compile.bench.prepare import Preparation
 from loka_compile.bench.records import Timing
 from loka_compile.costs import CostTable
 from loka_compile.costs.file import parse
 from loka_compile.gemm import Role
+from loka_compile.lowering.providers import get_provider
 from loka_compile.table import BASELINE
 
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = Role
@@ -63,58 +64,126 @@ def test_layers_of_a_model():
     assert (mixer.batch, mixer.inputs) == (48 * 8, 28)
 
 
-@pytest.mark.parametrize("shape", [(64, 128, 32), (199, 13, 48)])
-def test_a_step_computes_the_products_of_the_layer(shape):
+@pytest.mark.parametrize("shape", [(64, 128, 32), (199, 13, 48), (130, 1, 1)])
+def test_a_step_computes_the_products_of_the_layer(shape, monkeypatch):
+    """As it is, and taken apart into pieces and kernels."""
+    monkeypatch.setattr(gemm_pieces.Piece, "compiled", uncompiled)
     m, k, n = shape
     torch.manual_seed(0)
     x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
     want = {FORWARD: x @ w.t(), GRAD_INPUT: g @ w, GRAD_WEIGHT: g.t() @ x}
     for candidate, tolerance in ((BASELINE, 1e-6), (EMULATED, 0.08)):
         step = LayerStep(m, k, n, tuple((role, candidate) for role in Role), "float32")
-        for out, traced, role in zip(step(x, w, g), step.traced(x, w, g)(x, w, g), Role, strict=True):
+        for out, apart, role in zip(step(x, w, g), step.compiled({})(x, w, g), Role, strict=True):
             assert out.shape == want[role].shape
             error = (out - want[role]).norm() / want[role].norm()
             assert error < tolerance
             assert (error > 1e-3) == (candidate == EMULATED)
-            torch.testing.assert_close(traced, out)
+            torch.testing.assert_close(apart, out)
 
 
-def test_a_shared_quantisation_is_the_same_operators_twice():
-    """Forward and grad_weight both read x: Inductor merges what is equal."""
-    tensors = torch.randn(64, 128), torch.randn(32, 128), torch.randn(64, 32)
-    both = LayerStep(64, 128, 32, ((FORWARD, EMULATED), (GRAD_WEIGHT, EMULATED)), "float32").traced(*tensors)
-    x = next(n for n in both.graph.nodes if n.op == "placeholder")
-    amax = [n for n in both.graph.nodes if n.target is torch.ops.aten.amax.default and n.all_input_nodes]
-    of_x = [n for n in amax if n.args[0].args[0] is x or x in n.args[0].args[0].args]
-    assert (len(amax), len(of_x)) == (4, 2)
-    assert of_x[0].args[1:] == of_x[1].args[1:]
+def uncompiled(piece):
+    return gemm_pieces.split(piece.step).pieces[piece.index]
 
 
-def test_a_step_is_compiled_into_the_caches_without_running(monkeypatch):
-    """And what is compiled where it is timed is found there."""
-    from torch._inductor import compile_fx
+KINDS = [
+    *(("torch", recipe) for recipe in ("tensorwise", "tensorwise_fast", "rowwise")),
+    ("deepgemm", "blockwise_1x128"), ("triton", "blockwise_128x128"), ("torchao", "blockwise_1x128"),
+]  # fmt: skip
 
-    graphs = []
 
-    def pretend(gm, inputs, **_):
-        graphs.append([(n.op, str(n.target)) for n in gm.graph.nodes])
-        return gm.forward
+@pytest.mark.parametrize("kernel", KINDS, ids=":".join)
+def test_pieces_of_real_kernels(kernel, monkeypatch):
+    """Custom ops have CPU kernels; a piece returns no tensor twice, and no view of what it was given."""
+    if kernel[1] == "rowwise" and get_provider("torch").supported(get_provider("torch").recipe("rowwise"), "cpu"):
+        pytest.skip("torch before 2.13")
+    monkeypatch.setattr(gemm_pieces.Piece, "compiled", uncompiled)
+    torch.manual_seed(0)
+    step = LayerStep(256, 512, 256, ((FORWARD, kernel), (GRAD_INPUT, BASELINE), (GRAD_WEIGHT, kernel)))
+    tensors = [torch.randn(*shape, dtype=torch.bfloat16) for shape in step.shapes]
+    pieces = gemm_pieces.split(step).pieces
+    assert set(pieces) == {0, 1, 2}
+    for place, piece in pieces.items():
+        made = piece(tensors[place])
+        memory = [t.untyped_storage().data_ptr() for t in (tensors[place], *made)]
+        assert len(set(memory)) == len(memory)
+    for apart, out in zip(step.compiled({})(*tensors), step(*tensors), strict=True):
+        torch.testing.assert_close(apart, out)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", pretend)
-    step = LayerStep(64, 128, 32, ((FORWARD, EMULATED), (GRAD_WEIGHT, EMULATED)), "float32")
-    tensors = [torch.randn(*shape) for shape in step.shapes]
-    with torch.no_grad():
-        compile_only(step.traced(*tensors), *tensors)
-        step.compiled(*tensors)(*tensors)
-    assert len(graphs) == 2
-    assert graphs[0] == graphs[1]
 
-    def fail(*_, **__):
-        raise RuntimeError("no code for this")
+def test_equal_pieces_of_different_steps_and_kernels_are_compiled_once():
+    def keys(step):
+        return {piece.index: piece.key for piece in gemm_pieces.pieces_of(step)}
 
-    monkeypatch.setattr(compile_fx, "compile_fx", fail)
-    with pytest.raises(Exception, match="no code for this"):
-        compile_only(step.traced(*tensors), *tensors)
+    one = LayerStep(256, 512, 256, tuple((role, ("torch", "tensorwise")) for role in Role))
+    other = LayerStep(256, 512, 128, tuple((role, ("triton", "tensorwise_fast")) for role in Role))
+    rowwise = LayerStep(256, 512, 256, tuple((role, ("triton", "rowwise")) for role in Role))
+    assert keys(one)[0] == keys(other)[0]
+    assert keys(one)[1] != keys(other)[1]  # another weight
+    assert keys(one)[0] != keys(rowwise)[0]
+    alone = LayerStep(
+        256, 512, 256, ((FORWARD, ("torch", "tensorwise")), (GRAD_INPUT, BASELINE), (GRAD_WEIGHT, BASELINE))
+    )
+    assert set(keys(alone)) == {0, 1}
+    assert keys(alone)[0] != keys(one)[0]  # without the transposed copy
+
+
+def test_a_shared_quantisation_is_made_once():
+    """Forward and grad_weight both read x."""
+    both = LayerStep(64, 128, 32, ((FORWARD, EMULATED), (GRAD_WEIGHT, EMULATED)), "float32")
+    of_x = gemm_pieces.split(both).pieces[0]
+    assert [n.target for n in of_x.graph.nodes].count(torch.ops.aten.amax.default) == 1
+
+
+def test_pieces_are_compiled_in_other_processes_into_the_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    piece = gemm_pieces.pieces_of(LayerStep(64, 128, 32, ((FORWARD, EMULATED),), "float32"))[0]
+    with Preparation(1) as preparation:
+        preparation.add([piece, piece])
+        preparation.wait([piece], 120)
+        assert preparation.done(piece)
+        assert preparation.answer(piece) is None
+    assert len(list((tmp_path / "fxgraph").glob("*/*"))) == 1
+
+
+def test_the_first_group_that_is_ready_is_timed_first(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.sleep", lambda _: now.__setitem__(0, now[0] + 1.0))
+    monkeypatch.setattr(gemm_pieces.Piece, "compiled", uncompiled)
+    slow, quick = (LayerStep(64, 64, n, ((FORWARD, EMULATED),), "float32") for n in (32, 48))
+    native = LayerStep(64, 64, 32, ((FORWARD, BASELINE),), "float32")
+
+    class Late:
+        """Has everything but the slow step's weight."""
+
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def add(self, jobs):
+            pass
+
+        def done(self, job):
+            return job.index == 0 or "(48, 64)" in job.key
+
+        def answer(self, job):
+            return None
+
+    monkeypatch.setattr("benchmarks.gemm_steps.Preparation", Late)
+    found = []
+    measure(
+        [Group("slow", {"bf16": [native], "plan": [slow]}), Group("quick", {"plan": [quick]})],
+        CountingTimer({"bf16": 2.0, "plan": 1.0}), Operands(torch.device("cpu"), 1 << 20), l2=1, workers=2,
+        compile_until=7.0, limit=10.0, found=lambda group, timings: found.append((group.name, timings, now[0])),
+        clock=lambda: now[0],
+    )  # fmt: skip
+    assert found[0] == ("quick", {"plan": Timing(1.0, 0.01)}, 0.0)
+    assert found[1] == ("slow", {"plan": "not compiled in time", "bf16": Timing(2.0, 0.01)}, 7.0)
 
 
 def test_what_a_kernel_refuses_stays_native():
@@ -140,36 +209,45 @@ def test_plan_and_prediction():
 
 
 def test_table6_from_plan_to_summary(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(gemm_pieces.Piece, "compiled", uncompiled)
     layers = [LinearLayer("a", 256, 256, 64, tuple(Role)), LinearLayer("twin", 256, 256, 64, tuple(Role))]
     plan = plan_of(layers, table())
     step = table6.model_group("wukong", layers, plan, ["torchao tensorwise"])
     assert list(step.arms) == ["bf16", "plan", "torchao tensorwise"]
-    alone = table6.gemm_groups(layers, plan)
-    assert [group.name for group in alone] == [
-        "forward 256x64x256 torch:tensorwise", "grad_input 256x256x64 torch:tensorwise",
-        "grad_weight 64x256x256 torch:tensorwise",
-    ]  # fmt: skip
+    alone = table6.layer_groups(layers, plan)
+    kernels = "forward torch:tensorwise, grad_input torch:tensorwise, grad_weight torch:tensorwise"
+    assert [group.name for group in alone] == [f"256x256x64: {kernels}"]
+    assert list(alone[0].arms)[2:] == [f"plan, {role.value} in bf16" for role in Role]
+    assert dict(alone[0].arms["plan, grad_input in bf16"][0].choices) == {
+        FORWARD: ("torch", "tensorwise"), GRAD_INPUT: BASELINE, GRAD_WEIGHT: ("torch", "tensorwise")
+    }  # fmt: skip
+    forward = table6.layer_groups([LinearLayer("f", 256, 256, 64, (FORWARD,))], plan_of(layers, table()))
+    assert forward == []  # the plan is of other sites
+    shapes = [LinearLayer("f", 64, 256, 64, (FORWARD,))]
+    forward = table6.layer_groups(shapes, plan_of(shapes, table()))
+    assert list(forward[0].arms) == ["bf16", "plan"]
     run = Run(tmp_path / "out.json", {"model": "two layers"})
-    timer = CountingTimer({"bf16": 112.0, "torchao tensorwise": 107.0, "plan": 100.0})
-    groups = [step, *alone]
-    run.measure(groups, limit=100, workers=0, timer=timer, operands=Operands(torch.device("cpu"), 1 << 20))
-    table6.summarise(run.result, [alone[2].name], [g.name for g in alone[:2]], loka27=4)
+    us = {"bf16": 112.0, "torchao tensorwise": 107.0, "plan": 100.0}
+    us |= {"plan, forward in bf16": 101.0, "plan, grad_input in bf16": 99.0, "plan, grad_weight in bf16": 110.0}
+    operands = Operands(torch.device("cpu"), 1 << 20)
+    run.measure([step, *alone, *forward], limit=100, workers=0, timer=CountingTimer(us), operands=operands)
+    table6.summarise(run.result, forward, alone, loka27=4)
     run.save()
     saved = json.loads((tmp_path / "out.json").read_text())
     assert saved["timings"]["wukong"]["plan"] == {"us": 100.0, "spread": 0.01}
     summary = saved["summary"]
     assert summary["plan over the best single recipe"] == pytest.approx(1.07)
-    assert summary["GEMMs of the step slower than bf16"] == []
-    assert summary["worst GEMM of the step"][1] == pytest.approx(1.12)
+    assert summary["GEMMs of the step slower than bf16"] == [f"grad_input of {alone[0].name}"]
+    assert summary["worst GEMM of the step"] == [f"grad_input of {alone[0].name}", pytest.approx(0.99)]
+    assert summary["GEMMs of the step not measured"] == 0
     # One of four layers is in FP8, the others count as 1.
     assert summary["loka27 geometric mean"] == pytest.approx(1.12**0.25)
     assert (summary["loka27 in FP8"], summary["loka27 not measured"]) == (1, 0)
 
 
 def test_an_arm_that_does_not_compile_is_named_and_the_others_are_timed(tmp_path, monkeypatch):
-    def problem(preparation, step):
-        return None if step.is_native else "no kernel"
+    def problem(preparation, jobs):
+        return "no kernel" if jobs else None
 
     monkeypatch.setattr("benchmarks.gemm_steps._problem", problem)
     native, emulated = (LayerStep(64, 64, 64, ((FORWARD, kernel),)) for kernel in (BASELINE, EMULATED))

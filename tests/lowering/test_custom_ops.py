@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from loka_compile.gemm import Scaling
-from loka_compile.lowering.providers import PROVIDERS, deepgemm, get_provider, mslk, torch_mx, torch_scaled_mm, triton_gemm
+from loka_compile.lowering.providers import (
+    PROVIDERS,
+    deepgemm,
+    get_provider,
+    mslk,
+    torch_mx,
+    torch_scaled_mm,
+    torchao,
+    triton_gemm,
+)
 from loka_compile.lowering.quantize import dequantize, quantize
 from tests.lowering.contract import ACCUMULATION
 
@@ -43,6 +52,13 @@ OPS = {
     "scaled_mm_mx": (
         "torch_mx:mxfp8", torch_mx.scaled_mm_mx, torch_mx.swizzled, torch_mx.swizzled, (torch.float32,), torch.float32
     ),
+    "torchao_gemm-squares": (
+        "torchao:blockwise", torchao.torchao_gemm, transposed, as_it_is, ("blockwise", torch.bfloat16), torch.bfloat16
+    ),
+    "torchao_gemm-rows": (
+        "torchao:blockwise_1x128", torchao.torchao_gemm, transposed, transposed, ("blockwise_1x128", torch.float32),
+        torch.float32,
+    ),
     **{
         f"scaled_gemm-{name}": (
             f"triton:{name}", triton_gemm.scaled_gemm, as_it_is, as_it_is, (name, torch.float32), torch.float32
@@ -61,6 +77,7 @@ def test_custom_op(name, m, device):
     recipe = provider.recipe(which.partition(":")[2])
     if device == "cuda" and provider.supported(recipe, device):
         pytest.skip(f"{which}: {provider.supported(recipe, device)}")
+    m = -(-m // provider.multiples(recipe).get("m", 1)) * provider.multiples(recipe).get("m", 1)
     torch.manual_seed(0)
     a = quantize((torch.randn(m, 384) * torch.rand(m, 1)).to(device), recipe.a)
     b = quantize((torch.randn(256, 384) * torch.rand(256, 1)).to(device), recipe.b)

@@ -97,9 +97,21 @@ def gemm_128x1(a, b, a_s, b_s, block_size, out_dtype):
 def test_calling_convention(monkeypatch, recipe, transposed_a, transposed_b, m, n, k):
     pretend(monkeypatch, triton_fp8_gemm_1x128_128x128=gemm_128x128, triton_fp8_gemm_1x128_128x1=gemm_128x1)
     assert torchao.load() is None
+    # The custom op's CPU kernel is its reference; what runs on the GPU is the function that calls the library.
+    monkeypatch.setattr(torchao, "torchao_gemm", torchao.launch_torchao_gemm)
     a = torch.randn((k, m) if transposed_a else (m, k), dtype=torch.bfloat16)
     b = torch.randn((k, n) if transposed_b else (n, k), dtype=torch.bfloat16)
     out = PROVIDER.gemm(a, transposed_a, b, transposed_b, recipe, torch.float32)
     left = dequantize(quantize(a, recipe.a, transpose=transposed_a), recipe.a).double()
     right = dequantize(quantize(b, recipe.b, transpose=transposed_b), recipe.b).double()
     torch.testing.assert_close(out.double(), left @ right.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_empty_needs_no_library_and_what_is_not_says_what_is_missing():
+    def call(m):
+        a, b = torch.zeros(m, 128).to(torch.float8_e4m3fn), torch.zeros(256, 128).to(torch.float8_e4m3fn)
+        return torchao.launch_torchao_gemm(a, torch.ones(1, m), b, torch.ones(2, 1), "blockwise", torch.bfloat16)
+
+    assert call(0).shape == (0, 256)
+    with pytest.raises(RuntimeError, match="torchao is not installed"):
+        call(256)
