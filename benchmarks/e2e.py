@@ -4,11 +4,12 @@
     python -m benchmarks.e2e ... --jobs 8 --seconds 120       eight arms compile at once; what is not ready is left out
 
 Training is a whole step (lookup, forward, backward, Adam, row-wise Adagrad) on batches that lie ready on the device;
-inference is lookup and forward. On a GPU a step is captured as one CUDA graph where that works (``--no-graphs``: never
-tried), batches are copied into its inputs, and the arms take turns round by round, so that clocks and temperature hit
-all alike; with ``--jobs`` each lives in a process of its own, and one at a time is asked to run. Written, after every
-round: ``e2e.json``; in the end ``speedup.png`` (counterpart of the paper's figure 10) and ``latency.png`` (figure 11:
-where the time of a training step goes). DHEN stands for the paper's ELFM, which combines DHEN, DCN and DLRM parts.
+inference is lookup and forward ("frozen": with weights as constants). On a GPU a step is captured as one CUDA graph
+where that works (``--no-graphs``: never tried), batches are copied into its inputs, and the arms take turns round by
+round, so that clocks and temperature hit all alike; with ``--jobs`` each lives in a process of its own, and one at a
+time is asked to run. Written, after every round: ``e2e.json``; in the end ``speedup.png`` (counterpart of the paper's
+figure 10) and ``latency.png`` (figure 11: where the time of a training step goes). DHEN stands for the paper's ELFM,
+which combines DHEN, DCN and DLRM parts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from examples.training.checkpoint import atomic_write
 
 BASE = "bf16"
 DEFAULT_ARMS = ("bf16", "loka", "torchao_tensorwise", "torchao_rowwise", "mods")
-MODES = ("training", "inference")
+MODES = ("training", "inference", "frozen")
 #: Share of the time given that preparing may take; the rest is for measuring what got ready.
 PREPARING = 0.75
 app = typer.Typer(add_completion=False)
@@ -159,7 +160,9 @@ def main(
     ] = "wukong,interformer,dhen",
     size: str = "h200",
     arms: Annotated[str, typer.Option(help=f"Comma-separated, out of {', '.join(ARMS)}.")] = ",".join(DEFAULT_ARMS),
-    modes: Annotated[str, typer.Option(help="training, inference, or both.")] = ",".join(MODES),
+    modes: Annotated[
+        str, typer.Option(help=f"Comma-separated, out of {', '.join(MODES)} (inference with constant weights).")
+    ] = "training,inference",
     batch_size: int = 8192,
     history: Annotated[int, typer.Option(help="Length of histories, for models that read them.")] = 128,
     steps: Annotated[int, typer.Option(help="Steps of one round.")] = 20,

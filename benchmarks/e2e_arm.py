@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch._inductor.config
 
 from benchmarks._children import end, last_line, start
 from benchmarks.kernel_kinds import breakdown
@@ -40,7 +41,8 @@ class ArmFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Spec:
-    """What is prepared. ``data`` holds fields of `SyntheticConfig`."""
+    """What is prepared. ``mode``: "training", "inference", or "frozen" (inference with weights as constants, which are
+    cast and quantised once). ``data`` holds fields of `SyntheticConfig`."""
 
     model: str
     size: str
@@ -101,9 +103,10 @@ class LocalArm:
             with torch.no_grad():
                 return trainer.predict(batch)
 
-        for i in range(WARM_UP):
-            run(batches[i % BATCHES])
-        replay, graph = capture(run, batches) if spec.graphs else (None, "no")
+        with self._constants():
+            for i in range(WARM_UP):
+                run(batches[i % BATCHES])
+            replay, graph = capture(run, batches) if spec.graphs else (None, "no")
         self._call: Callable[[int], object] = replay or (lambda i: run(batches[i % BATCHES]))
         loka = None
         if config.backend == "loka":
@@ -118,15 +121,21 @@ class LocalArm:
         return self._facts
 
     def time(self, steps: int) -> float:
-        self._wait()
-        began = time.perf_counter()
-        for i in range(steps):
-            self._call(i)
-        self._wait()
-        return (time.perf_counter() - began) / steps
+        with self._constants():
+            self._wait()
+            began = time.perf_counter()
+            for i in range(steps):
+                self._call(i)
+            self._wait()
+            return (time.perf_counter() - began) / steps
 
     def kinds(self) -> dict[str, float]:
-        return breakdown(lambda: self._call(0), 3, self._device)
+        with self._constants():
+            return breakdown(lambda: self._call(0), 3, self._device)
+
+    def _constants(self) -> Any:
+        """Dynamo compiles again when this switch is not as it was."""
+        return torch._inductor.config.patch(freezing=self.spec.mode == "frozen")
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

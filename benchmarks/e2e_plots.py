@@ -15,14 +15,14 @@ import matplotlib.pyplot as plt
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
-    """Speed-up of each arm over the bf16 original, training on the left, inference on the right."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    """Speed-up of each arm over the bf16 original, a picture for each mode."""
     models = list(result["models"])
-    for axis, mode in zip(axes, ("training", "inference"), strict=True):
+    modes = [m for m in result["models"][models[0]] if any(result["models"][x][m] for x in models)]
+    figure, axes = plt.subplots(1, len(modes), figsize=(5.5 * len(modes), 4), sharey=True, squeeze=False)
+    axes = axes[0]
+    for axis, mode in zip(axes, modes, strict=True):
         # In the order of their first appearance; one that was left out of a model has no bar there.
         arms = list(dict.fromkeys(a for m in models for a in result["models"][m][mode]))
-        if not arms:
-            continue
         width = 0.8 / len(arms)
         for i, arm in enumerate(arms):
             heights = [result["models"][m][mode].get(arm, {}).get("speedup") or 0.0 for m in models]

@@ -141,10 +141,12 @@ def _torchao(dense: nn.Module, recipe: str, min_features: int, *, emulate: bool)
 
 def fp8_summary(report: Any) -> dict[str, Any]:
     """What a compile by loka did, in plain values: kernels, and which GEMMs stayed in high precision and why."""
+    # Of a compile out of the cache the report knows the plan alone.
+    known = report if report.gemms or report.plan is None else report.plan
     return {
-        "kernels": report.counts(),
+        "kernels": known.counts(),
         "chains": report.chains,
-        "high_precision": {f"{d.site} {d.role}": d.reason for d in report.decisions if d.is_high_precision},
+        "high_precision": {f"{d.site} {d.role}": d.reason for d in known.decisions if d.is_high_precision},
     }
 
 

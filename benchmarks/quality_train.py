@@ -51,7 +51,8 @@ class ArmTraining:
         self.setup, self.runs, self.device, self.jobs = setup, runs, device, jobs
         self._plan = runs.folder / f"{arm.name}-plan.json"
         if arm.options.get("table") == "auto" and self._plan.exists():
-            arm = dataclasses.replace(arm, options={"mods": arm.options["mods"], "plan": str(self._plan)})
+            others = {k: v for k, v in arm.options.items() if k != "table"}
+            arm = dataclasses.replace(arm, options={**others, "plan": str(self._plan)})
         self.arm = arm
         self._base = base_config(setup, cuda_graph)
         self._trainer: Trainer | None = None

@@ -19,9 +19,10 @@ run resumed anywhere. Equal bits are promised on one kind of device; CPU and GPU
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -252,7 +253,8 @@ class SyntheticStream:
             absent = age > length
             history = (history_ids % self._rows[0]).masked_fill(absent, -1)
             history_ids = history_ids.masked_fill(absent, -1)
-        logits = self.config.signal * self._teacher.logits(levels, ids, history_ids, draws.time)
+        with full_precision():
+            logits = self.config.signal * self._teacher.logits(levels, ids, history_ids, draws.time)
         return counts, missing, ids % self._rows, history, logits
 
     def _counts(self, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -297,6 +299,17 @@ class SyntheticStream:
             logits = self._see(Draws(*self._events(float(day), CALIBRATION)))[-1]
             self._biases[day] = solve_bias(logits, self.config.ctr)
         return self._biases[day]
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Matrix products in fp32: a trainer that switches to TF32 must see the same clicks as others."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def solve_bias(logits: Tensor, rate: float) -> Tensor:

@@ -52,8 +52,11 @@ class Teacher:
         self._shift = normal(HIDDEN) * 0.5
         # tanh of a unit normal has standard deviation 0.63.
         self._out = normal(HIDDEN) * (SHARES["mlp"] / 0.8 * HIDDEN**-0.5)
-        self._partner = (torch.arange(numerics) % categories).to(device)
-        self._cross = normal(numerics, LATENT) * (SHARES["cross"] * (numerics * LATENT) ** -0.5)
+        # Numeric j weighs the vector of category j % C: as a matrix [F, C * LATENT], most of it zero.
+        cross = torch.zeros(numerics, categories, LATENT, device=device)
+        own = torch.arange(numerics, device=device)
+        cross[own, own % categories] = normal(numerics, LATENT) * (SHARES["cross"] * (numerics * LATENT) ** -0.5)
+        self._cross = cross.flatten(1)
         self._history_scale = SHARES["history"] * LATENT**-0.5
 
     def logits(self, numerics: Tensor, ids: Tensor, history: Tensor | None, time: Tensor | float) -> Tensor:
@@ -64,7 +67,7 @@ class Teacher:
         logits = logits + self._pair_scale * 0.5 * (total.square().sum(dim=1) - v.square().sum(dim=(1, 2)))
         seen = torch.cat([numerics, total * self._categories**-0.5], dim=1)
         logits = logits + torch.tanh(seen @ self._hidden + self._shift) @ self._out
-        logits = logits + torch.einsum("nj,njd,jd->n", numerics, v[:, self._partner], self._cross)
+        logits = logits + ((numerics @ self._cross) * v.flatten(1)).sum(dim=1)
         if history is not None:
             past = self._vectors(history.clamp(min=0).unsqueeze(-1), slice(0, 1), time).squeeze(-2)
             there = (history >= 0).unsqueeze(-1)

@@ -21,7 +21,7 @@ STREAM = SyntheticConfig(batch_size=32, categories=4, max_ids=60, day=1000, hist
 
 def trainer(graph: bool, device: str = "cpu", seed: int = 0, **changes: Any) -> Trainer:
     stream = SyntheticStream(SyntheticConfig(**{**vars(STREAM), "seed": seed}), device)
-    model = build("hstu", "tiny", stream.schema, seed=seed, device=device)
+    model = build("hstu" if device == "cpu" else "wukong", "tiny", stream.schema, seed=seed, device=device)
     config = TrainConfig(
         **{"backend": "eager", "precision": "fp32", "window": 4, "warmup": 3, "cuda_graph": graph, **changes}
     )
