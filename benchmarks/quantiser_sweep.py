@@ -51,19 +51,26 @@ def t(block_m: int, block_n: int, warps: int, group: int = 8, **more: Any) -> Ti
 #: at the end the best of each together.
 ROWS_1X128 = [t(32, 128, 4, g) for g in (1, 8, 64)] + [
     t(8, 512, 4, 1), t(16, 256, 4, 1), t(16, 256, 4, 8), t(4, 1024, 4, 1), t(8, 512, 8, 1), t(16, 512, 8, 1),
-    t(64, 128, 8, 8), t(16, 128, 2, 8), t(32, 128, 4, 8, evict="evict_first"), t(8, 512, 4, 1, evict="evict_first"),
+    t(64, 128, 8, 8), t(16, 128, 2, 8), t(32, 128, 4, 8, held=True), t(8, 512, 4, 1, held=True),
+    t(32, 128, 4, 8, evict="evict_first"), t(8, 512, 4, 1, evict="evict_first"),
     t(32, 128, 4, 8, early=False), t(8, 512, 4, 1, early=False),
 ]  # fmt: skip
 SQUARES = [t(128, 128, w, g) for w in (4, 8, 16) for g in (1, 8)] + [
     t(128, 128, 8, 64), t(128, 128, 8, 8, registers=80), t(128, 128, 16, 8, registers=64), t(128, 256, 16, 8),
     t(128, 128, 8, 8, evict="evict_first"), t(128, 128, 8, 8, early=False), t(128, 128, 16, 8, early=False),
-    t(128, 128, 16, 1, evict="evict_first"),
+    t(128, 128, 16, 1, evict="evict_first"), t(128, 128, 8, 1, held=True), t(128, 128, 8, 8, held=True),
+    t(128, 128, 8, 2, held=True), t(128, 128, 8, 64, held=True), t(128, 128, 16, 8, held=True),
+    t(128, 128, 8, 8, held=True, evict="evict_first"), t(128, 128, 8, 8, held=True, early=False),
+    t(128, 128, 8, 8, held=True, registers=80), t(128, 128, 4, 8, held=True),
 ]  # fmt: skip
 TURNED_1X128 = [t(128, n, w, g) for n, w in ((64, 4), (128, 8), (64, 8), (32, 2), (128, 16)) for g in (1, 8)] + [
     t(128, 64, 4, 64), t(128, 32, 4, 8), t(128, 64, 4, 8, registers=80), t(128, 64, 4, 2, registers=80),
     t(128, 128, 8, 8, registers=80), t(128, 128, 8, 2, registers=80), t(128, 64, 4, 8, registers=64),
     t(128, 128, 8, 8, registers=80, evict="evict_first"), t(128, 64, 4, 8, early=False),
     t(128, 128, 8, 8, registers=80, early=False), t(128, 256, 16, 8, registers=80),
+    *[t(128, n, w, g, held=True) for n, w in ((64, 4), (128, 8), (32, 2)) for g in (1, 2, 8, 64)],
+    t(128, 64, 4, 8, held=True, evict="evict_first"), t(128, 128, 8, 8, held=True, evict="evict_first"),
+    t(128, 64, 4, 8, held=True, early=False), t(128, 64, 8, 8, held=True),
 ]  # fmt: skip
 BOTH_BLOCKS = [t(128, 128, w, g) for w in (8, 16) for g in (1, 8)] + [
     t(128, 128, w, g, registers=r, pairs=True) for w, r in ((8, 0), (8, 80), (16, 0), (16, 64), (4, 0)) for g in (1, 8)
@@ -72,6 +79,11 @@ BOTH_BLOCKS = [t(128, 128, w, g) for w in (8, 16) for g in (1, 8)] + [
     t(128, 128, 8, 8, registers=80, pairs=True, early=False), t(128, 128, 8, 8, early=False),
     t(128, 128, 8, 64, registers=80, pairs=True), t(128, 128, 16, 64, registers=64),
     t(128, 128, 8, 8, registers=96, evict="evict_first"),
+    *[t(128, 128, 8, g, held=True, pairs=p) for p in (False, True) for g in (1, 2, 8, 64)],
+    *[t(128, 128, 8, 8, held=True, pairs=p, early=False) for p in (False, True)],
+    *[t(128, 128, 8, 8, held=True, pairs=p, registers=80) for p in (False, True)],
+    *[t(128, 128, 16, 8, held=True, pairs=p) for p in (False, True)],
+    t(128, 128, 8, 8, held=True, evict="evict_first"),
 ]  # fmt: skip
 MAXIMA = [
     t(32, 128, 4, 8, steps=4), t(128, 128, 8, 8), t(64, 128, 8, 8, steps=2), t(32, 128, 4, 8, steps=2),
@@ -121,7 +133,13 @@ def short(tiles: Tiles) -> str:
         text = f"{tile.block_m}x{tile.block_n}/w{tile.warps}/g{tile.group}"
         more = {"/steps": tile.steps, "/stages": tile.stages, "/r": tile.registers}
         text += "".join(f"{k}{v}" for k, v in more.items() if v > 1)
-        return text + f"/{tile.evict}" * bool(tile.evict) + "/pairs" * tile.pairs + "/late" * (not tile.early)
+        return (
+            text
+            + f"/{tile.evict}" * bool(tile.evict)
+            + "/pairs" * tile.pairs
+            + "/held" * tile.held
+            + "/late" * (not tile.early)
+        )
 
     return " ".join(f"{name.split()[0]} {one(tile)}" for name, tile in tiles.items()) or "shipped"
 

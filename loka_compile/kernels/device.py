@@ -133,7 +133,7 @@ def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr 
     By comparisons and not by a NaN-propagating clamp: next to min.NaN and max.NaN Triton 3.6 miscompiles transposed
     FP8 stores (triton-lang/triton #11111). With PTX (see :func:`ptx`) the cast itself saturates.
     """
-    x = x * scale
+    x = x.to(tl.float32) * scale
     if not PTX:
         x = tl.where(x > LIMIT, LIMIT, x)
         x = tl.where(x < -LIMIT, -LIMIT, x)
@@ -141,25 +141,28 @@ def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr 
 
 
 @triton.jit
-def pack4(a, b, c, d, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
-    """Four fp32 tiles as one of int32: saturated, as FP8, a's in the lowest byte. With PTX in three instructions."""
+def pack4(a, b, c, d, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
+    """Four tiles times scale as one of int32: saturated, as FP8, a's in the lowest byte. With PTX in few instructions."""
     if PTX:
+        a, b, c, d = (
+            a.to(tl.float32) * scale, b.to(tl.float32) * scale, c.to(tl.float32) * scale, d.to(tl.float32) * scale
+        )  # fmt: skip
         NAME: tl.constexpr = "e4m3x2" if TYPE == tl.float8e4nv else "e5m2x2"
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.satfinite." + NAME + ".f32 low, $2, $1; cvt.rn.satfinite." + NAME
             + ".f32 high, $4, $3; mov.b32 $0, {low, high}; }",
             "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    word = to_fp8(a, 1.0, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32)
-    word |= to_fp8(b, 1.0, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-    word |= to_fp8(c, 1.0, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-    return word | (to_fp8(d, 1.0, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+    word = to_fp8(a, scale, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32)
+    word |= to_fp8(b, scale, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+    word |= to_fp8(c, scale, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+    return word | (to_fp8(d, scale, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
 
 
 @triton.jit
 def bits(x):
     """|x| as integers that order like the numbers, NaN above infinity."""
-    return tl.abs(x).to(tl.int32, bitcast=True)
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit

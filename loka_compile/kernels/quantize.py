@@ -79,8 +79,9 @@ def quantize(
         tile = tiles[f"{scaling} {output}"]
         pairs = tile.pairs and output == "both"
         _blocks_kernel[(grid(tile)[0] * (1 + pairs),)](
-            x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square, PAIRS=pairs, **_options(tile, x)
-        )
+            x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square, PAIRS=pairs,
+            HELD=tile.held and kind["PTX"] and x.element_size() == 2, **_options(tile, x),
+        )  # fmt: skip
         return (q, s, qt, st) if square else (q, s.t() if with_q else s, qt, st.t() if with_qt else st)
     if scaling == "rowwise" and not with_qt:
         s = scales(m, 1)

@@ -34,7 +34,7 @@ def _scale_of(largest, LIMIT: tl.constexpr):
 def _load(X, rm, rn, M, N, stride, EVICT: tl.constexpr):
     mask = (rm[:, None] < M) & (rn[None, :] < N)
     ptr = X + rm.to(tl.int64)[:, None] * stride + rn[None, :]
-    return tl.load(ptr, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    return tl.load(ptr, mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -44,6 +44,14 @@ def _load4(X, rw, rn, M, N, stride, EVICT: tl.constexpr):
         _load(X, 4 * rw, rn, M, N, stride, EVICT), _load(X, 4 * rw + 1, rn, M, N, stride, EVICT),
         _load(X, 4 * rw + 2, rn, M, N, stride, EVICT), _load(X, 4 * rw + 3, rn, M, N, stride, EVICT),
     )  # fmt: skip
+
+
+@triton.jit
+def _held(x, HELD: tl.constexpr):
+    """x, of which the compiler cannot know that it was converted before: so it keeps 16 bits a number meanwhile."""
+    if HELD:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+    return x
 
 
 @triton.jit
@@ -63,7 +71,7 @@ def _store_qt(
     QT, x, inverse, rw, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr
 ):
     """Four tiles as the rows rn of x.T, each ``words`` words long, or M bytes if M is no multiple of 4 (words = 0)."""
-    packed = tl.trans(dev.pack4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse, TYPE, LIMIT, PTX))
+    packed = tl.trans(dev.pack4(x[0], x[1], x[2], x[3], inverse, TYPE, LIMIT, PTX))
     row = rn.to(tl.int64)[:, None]
     if WORDS:
         mask = (rn[:, None] < N) & (rw[None, :] < words)
@@ -78,7 +86,7 @@ def _store_qt(
 @triton.jit
 def _blocks(
     X, Q, S, pid_m, pid_n, M, N, stride, TYPE: tl.constexpr, LIMIT: tl.constexpr, SQUARE: tl.constexpr,
-    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr,
+    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """x of a tile that holds whole blocks, side by side."""
     COUNT: tl.constexpr = BLOCK_N // 128
@@ -93,13 +101,13 @@ def _blocks(
         scale, inverse = _scale_of(largest, LIMIT)
         rs = pid_m * (BLOCK_M // 128) + tl.arange(0, BLOCK_M // 128)
         tl.store(S + rs[:, None] * blocks + rb[None, :], scale, mask=(rs[:, None] * 128 < M) & (rb[None, :] < blocks))
-        x = tl.reshape(tiles * inverse[:, None, :, None], (BLOCK_M, BLOCK_N))
+        x = tl.reshape(_held(tiles, HELD).to(tl.float32) * inverse[:, None, :, None], (BLOCK_M, BLOCK_N))
     else:
         tiles = tl.reshape(x, (BLOCK_M, COUNT, 128))
         scale, inverse = _scale_of(tl.max(dev.bits(tiles), axis=2), LIMIT)
         mask = (rm[:, None] < M) & (rb[None, :] < blocks)
         tl.store(S + rb.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=mask)
-        x = tl.reshape(tiles * inverse[:, :, None], (BLOCK_M, BLOCK_N))
+        x = tl.reshape(_held(tiles, HELD).to(tl.float32) * inverse[:, :, None], (BLOCK_M, BLOCK_N))
     _store_q(Q, x, 1.0, rm, rn, M, N, TYPE, LIMIT, PTX)
 
 
@@ -107,6 +115,7 @@ def _blocks(
 def _blocks_t(
     X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
     SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """x.T of a tile of 128 rows, and x too if asked for."""
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -114,6 +123,7 @@ def _blocks_t(
     x = _load4(X, rw, rn, M, N, stride, EVICT)
     if SQUARE:
         scale, inverse = _scale_of(tl.max(_bits4(x)), LIMIT)
+        x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
         tl.store(ST + pid_n * tl.cdiv(M, 128) + pid_m, scale)
         _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
         if WRITE_Q:
@@ -122,6 +132,7 @@ def _blocks_t(
                 _store_q(Q, x[i], inverse, 4 * rw + i, rn, M, N, TYPE, LIMIT, PTX)
     else:
         scale, inverse = _scale_of(tl.max(_bits4(x), axis=0), LIMIT)
+        x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
         tl.store(ST + pid_m.to(tl.int64) * N + rn, scale, mask=rn < N)
         _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
         if WRITE_Q:
@@ -136,7 +147,8 @@ def _blocks_t(
 def _blocks_kernel(
     X, Q, S, QT, ST, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
     SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """With PAIRS, two programs share a tile: one makes x, the other x.T, and the second to load finds it in L2."""
     dev.wait(PDL)
@@ -144,17 +156,19 @@ def _blocks_kernel(
     pid_m, pid_n = dev.tile_of(pid, M, N, BLOCK_M, BLOCK_N, GROUP)
     if PAIRS:
         if tl.program_id(0) % 2 == 0:
-            _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT)
+            _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, HELD)
         else:
             _blocks_t(
-                X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, False, PTX, BLOCK_N, EVICT
+                X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, False, PTX, BLOCK_N,
+                EVICT, HELD,
             )  # fmt: skip
     elif WRITE_QT:
         _blocks_t(
-            X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, WRITE_Q, PTX, BLOCK_N, EVICT
-        )
+            X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, WRITE_Q, PTX, BLOCK_N,
+            EVICT, HELD,
+        )  # fmt: skip
     else:
-        _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT)
+        _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, HELD)
 
 
 @triton.jit

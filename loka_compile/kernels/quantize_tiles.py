@@ -27,6 +27,8 @@ class Tile:
     evict: str = ""
     #: x and x.T by two programs each, of which the second to load finds the tile in L2.
     pairs: bool = False
+    #: Keep x as it came between the maxima and the cast, and convert it twice: half of the registers. 16-bit x only.
+    held: bool = False
     #: Begin while the kernel in front ends.
     early: bool = True
 
@@ -34,11 +36,11 @@ class Tile:
 #: For each scaling and output. Two passes: "amax" is the first one's, "cast" the second one's.
 TILES = {
     "1x128 x": Tile(8, 512, 4, group=1),
-    "1x128 x.T": Tile(128, 64, 4, registers=80),
-    "1x128 both": Tile(128, 128, 8, registers=80, pairs=True),
-    "128x128 x": Tile(128, 128, 8),
-    "128x128 x.T": Tile(128, 128, 8),
-    "128x128 both": Tile(128, 128, 8),
+    "1x128 x.T": Tile(128, 64, 4, held=True),
+    "1x128 both": Tile(128, 128, 8, pairs=True, held=True),
+    "128x128 x": Tile(128, 128, 8, held=True),
+    "128x128 x.T": Tile(128, 128, 8, held=True),
+    "128x128 both": Tile(128, 128, 8, held=True),
     "rows": Tile(),
     "amax all": Tile(64, 128, 8, steps=2),
     "amax x.T": Tile(64, 128, 8, steps=2),
