@@ -22,13 +22,10 @@ from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
 @triton.jit
 def _gradient(
-    tile, G, Y, RSTD, XT, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
-    WRITE_XT: tl.constexpr,
+    rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile in fp32, zero outside the tensor; on the way the FP8 transpose of the activation."""
-    grid_n = tl.cdiv(N, BLOCK_N)
-    pid_m, pid_n = tile // grid_n, tile % grid_n
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    """dx of the rows ``rm`` in fp32, zero outside the tensor, and their y."""
+    ROWS: tl.constexpr = rm.shape[0]
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
     blocks = tl.cdiv(N, NORM)
@@ -39,53 +36,97 @@ def _gradient(
     rstd = tl.load(
         RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
     )  # fmt: skip
-    if WRITE_XT:
-        # As bytes: Triton 3.6 miscompiles some transposed FP8 stores (triton-lang/triton #11111).
-        x = dev.to_fp8(dev.hardswish(y), 16.0, tl.float8e4nv, 448.0).to(tl.uint8, bitcast=True)
-        at = XT + rn.to(tl.int64)[:, None] * M + rm[None, :]
-        tl.store(at, tl.trans(x), mask=(rn[:, None] < N) & (rm[None, :] < M))
     if ACT:
         g = g * dev.hardswish_derivative(y)
-    mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM)
-    return dev.over_block(g - dev.over_block(y, mean, BLOCK_M, BLOCK_N, NORM), rstd, BLOCK_M, BLOCK_N, NORM)
+    mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM)
+    return dev.over_block(g - dev.over_block(y, mean, ROWS, BLOCK_N, NORM), rstd, ROWS, BLOCK_N, NORM), y
+
+
+@triton.jit
+def _gradients(
+    tile, G, Y, RSTD, XT, M, N, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr,
+    ACT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile as four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3: a thread then has four neighbours of a row
+    of the transpose, packs them into a word, and threads exchange words. On the way the transpose of the activation."""
+    grid_n = tl.cdiv(N, BLOCK_N)
+    pid_m, pid_n = tile // grid_n, tile % grid_n
+    rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
+    d0, y0 = _gradient(4 * rw, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d1, y1 = _gradient(4 * rw + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d2, y2 = _gradient(4 * rw + 2, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d3, y3 = _gradient(4 * rw + 3, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    if WRITE_XT:
+        x = dev.pack4(
+            dev.hardswish(y0) * 16.0, dev.hardswish(y1) * 16.0, dev.hardswish(y2) * 16.0, dev.hardswish(y3) * 16.0,
+            tl.float8e4nv, 448.0, PTX,
+        )  # fmt: skip
+        _store_turned(XT, x, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS)
+    return d0, d1, d2, d3
+
+
+@triton.jit
+def _store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
+    """Words of four FP8 rows each as rows of the transpose, which are ``words`` long; M bytes if 4 does not divide M."""
+    packed = tl.trans(packed)
+    row = rn.to(tl.int64)[:, None]
+    if WORDS:
+        at = T.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :]
+        tl.store(at, packed, mask=(rn[:, None] < N) & (rw[None, :] < words))
+    else:
+        at = T.to(tl.pointer_type(tl.uint8), bitcast=True) + row * M + 4 * rw[None, :]
+        for i in tl.static_range(4):
+            tl.store(at + i, (packed >> (8 * i)).to(tl.uint8), mask=(rn[:, None] < N) & (4 * rw[None, :] + i < M))
 
 
 @triton.jit
 def _write(
-    tile, dx, inverse, DX, Q, QT, M, N, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WRITE_DX: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,
+    tile, d, inverse, DX, Q, QT, M, N, words, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WRITE_DX: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     grid_n = tl.cdiv(N, BLOCK_N)
-    rm = (tile // grid_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rw = (tile // grid_n) * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
     rn = (tile % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
-    if WRITE_DX:
-        tl.store(DX + offset, dx.to(DX.dtype.element_ty), mask=mask)
-    q = dev.to_fp8(dx, inverse, Q.dtype.element_ty, LIMIT)
-    if WRITE_Q:
-        tl.store(Q + offset, q, mask=mask)
+    for i in tl.static_range(4):
+        rm = 4 * rw + i
+        mask = (rm[:, None] < M) & (rn[None, :] < N)
+        offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+        if WRITE_DX:
+            tl.store(DX + offset, d[i].to(DX.dtype.element_ty), mask=mask)
+        if WRITE_Q:
+            tl.store(Q + offset, dev.to_fp8(d[i], inverse, Q.dtype.element_ty, LIMIT, PTX), mask=mask)
     if WRITE_QT:
-        at = QT + rn.to(tl.int64)[:, None] * M + rm[None, :]
-        tl.store(at, tl.trans(q.to(tl.uint8, bitcast=True)), mask=(rn[:, None] < N) & (rm[None, :] < M))
+        packed = dev.pack4(
+            d[0] * inverse, d[1] * inverse, d[2] * inverse, d[3] * inverse, QT.dtype.element_ty, LIMIT, PTX
+        )  # fmt: skip
+        _store_turned(QT, packed, rw, rn, M, N, words, WORDS)
+
+
+@triton.jit
+def _largest(d):
+    best = tl.maximum(tl.maximum(dev.bits(d[0]), dev.bits(d[1])), tl.maximum(dev.bits(d[2]), dev.bits(d[3])))
+    return tl.max(tl.max(best, axis=1), axis=0)
 
 
 @triton.jit
 def _backward_fp8_kernel(
-    G, Y, RSTD, DX, Q, QT, XT, SCALE, STATE, M, N, tiles, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+    G, Y, RSTD, DX, Q, QT, XT, SCALE, STATE, M, N, words, tiles, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_DX: tl.constexpr,
-    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WRITE_XT: tl.constexpr, KEEP: tl.constexpr, PHASE: tl.constexpr,
+    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    KEEP: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     step = tl.num_programs(0)
     if KEEP:
-        dx = _gradient(first, G, Y, RSTD, XT, M, N, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2)
-        best = tl.max(tl.max(dev.bits(dx), axis=1), axis=0)
+        d = _gradients(
+            first, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
+        )  # fmt: skip
+        best = _largest(d)
     elif PHASE != 2:
         best = tl.zeros((), dtype=tl.int32)
         for tile in range(first, tiles, step):
-            dx = _gradient(tile, G, Y, RSTD, XT, M, N, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT)
-            best = tl.maximum(best, tl.max(tl.max(dev.bits(dx), axis=1), axis=0))
+            d = _gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
+            best = tl.maximum(best, _largest(d))
     if PHASE != 2:
         grid.report(STATE, 0, best)
     if PHASE == 0:
@@ -93,14 +134,21 @@ def _backward_fp8_kernel(
     if PHASE != 1:
         amax = tl.maximum(grid.largest(STATE, 0), FLOOR, propagate_nan=tl.PropagateNan.ALL)
         grid.leave(STATE, 1)
+        inverse = LIMIT / amax
         if first == 0:
             tl.store(SCALE, amax / LIMIT)
         if KEEP:
-            _write(first, dx, LIMIT / amax, DX, Q, QT, M, N, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT)
+            _write(
+                first, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT, WORDS,
+                PTX,
+            )  # fmt: skip
         else:
             for tile in range(first, tiles, step):
-                dx = _gradient(tile, G, Y, RSTD, XT, M, N, BLOCK_M, BLOCK_N, NORM, ACT, False)
-                _write(tile, dx, LIMIT / amax, DX, Q, QT, M, N, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT)
+                d = _gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, False, WORDS, PTX)
+                _write(
+                    tile, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT,
+                    WORDS, PTX,
+                )  # fmt: skip
 
 
 @torch.no_grad()
@@ -127,9 +175,10 @@ def block_norm_backward_fp8(
     scale = torch.empty((), dtype=torch.float32, device=device)
     for phase in grid.phases(device):
         _backward_fp8_kernel[(min(tiles, room),)](
-            grad, y, rstd, dx, q, qt.view(torch.uint8), xt.view(torch.uint8), scale, state, m, n, tiles,
+            grad, y, rstd, dx, q, qt, xt, scale, state, m, n, m // 4, tiles,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
-            WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, KEEP=tiles <= room, PHASE=phase,
+            WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,
+            PTX=dev.ptx(device), KEEP=tiles <= room, PHASE=phase,
             num_warps=config.warps, num_stages=1, maxnreg=config.registers, **grid.together(device),
         )  # fmt: skip
     return dx, q, qt, scale, xt
