@@ -216,12 +216,20 @@ def main(
 
 def wait_for(process: int, results: Results, until: float) -> None:
     """Wait for the end of a process that uses the GPU, such as a training beside which arms were compiled."""
-    while process and Path(f"/proc/{process}").exists():
+    while process and _lives(process):
         if time.monotonic() > until:
             results.say(f"process {process} has not ended: it shares the GPU with what is measured")
             results.found["shared_gpu"] = True
             return
         time.sleep(0.2)
+
+
+def _lives(process: int) -> bool:
+    """Whether there is such a process, and not just its exit status."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def show(result: dict[str, Any]) -> None:

@@ -109,7 +109,9 @@ def main(
     steps: Annotated[int, typer.Option(help="Training steps before anything is measured.")] = 300,
     batches: Annotated[int, typer.Option(help="Batches that effects are measured on.")] = 48,
     budget: Annotated[float, typer.Option(help="Relative increase of the loss.")] = 2e-4,
-    first: Annotated[str, typer.Option(help="Beginning of the sites that read raw numerics.")] = "numeric",
+    first: Annotated[
+        str, typer.Option(help="Sites that read raw numerics, by their beginnings, comma-separated.")
+    ] = "numeric",
     data_options: Annotated[str, typer.Option(help="Fields of the stream, as JSON.")] = '{"numerics": "raw"}',
     model_options: Annotated[str, typer.Option(help="Fields of the model's configuration, as JSON.")] = "{}",
     providers: Annotated[
@@ -162,7 +164,7 @@ def main(
     )
     say(f"measured {len(found.effects())} effects on {found.batches} batches")
     sites = sorted({d.site for d in loka_compile.make_plan(table).decisions})
-    plans, bought = plans_of(table, found, budget, [s for s in sites if s.startswith(first)])
+    plans, bought = plans_of(table, found, budget, [s for s in sites if s.startswith(tuple(first.split(",")))])
     (out / "plans").mkdir(parents=True, exist_ok=True)
     whole: dict[str, Effect] = {}
     for name, plan in plans.items():

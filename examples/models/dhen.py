@@ -26,7 +26,7 @@ from examples.models.attention import SelfAttention
 from examples.models.dcnv2 import CrossLayer
 from examples.models.dlrm import DotInteraction
 from examples.models.embedding import EmbeddingTables, Recommender
-from examples.models.wukong import MLP, TokenLinear
+from examples.models.wukong import MLP, TokenLinear, head_input
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class DHENConfig:
     numeric_mlp: tuple[int, ...]
     #: LayerNorm between each hidden linear and its activation: "inside" or "none".
     mlp_norm: str = "inside"
+    #: The final MLP also reads the numerics, as they are, beside the tokens, as in `WukongConfig`.
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for name, _ in self.modules:
@@ -80,7 +82,7 @@ class DHENConfig:
 
     @classmethod
     def named(cls, size: str, *, table_sizes: Sequence[int], numerics: int, **changes: Any) -> DHENConfig:
-        """The sizes called "tiny", "h200" or "paper"; ValueError for any other name."""
+        """The sizes called "tiny", "mid", "h200" or "paper"; ValueError for any other name."""
         if size not in SIZES:
             raise ValueError(f"no DHEN of size {size!r}; there are: {', '.join(SIZES)}")
         return replace(cls(table_sizes=tuple(table_sizes), numerics=numerics, **SIZES[size]), **changes)
@@ -92,6 +94,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "dim": 8, "layers": 2, "modules": (("fm_mlp", 4), ("dcn", 2), ("attention", 2), ("linear", 4)),
         "ensemble": "concat", "mlp": (32, 32), "head": (32,), "rank": 8, "heads": 2,
         "numeric_tokens": 2, "numeric_mlp": (16,),
+    },
+    "mid": {
+        "dim": 64, "layers": 2, "modules": (("fm_mlp", 8), ("dcn", 4), ("linear", 4)),
+        "ensemble": "concat", "mlp": (2048,), "head": (1024,), "rank": 512, "heads": 4,
+        "numeric_tokens": 6, "numeric_mlp": (512,),
     },
     "h200": {
         "dim": 160, "layers": 3, "modules": (("fm_mlp", 32), ("dcn", 16), ("linear", 16)),
@@ -188,13 +195,15 @@ class DHENDense(nn.Module):
         self.numeric = MLP(config.numerics, config.numeric_mlp, config.numeric_tokens * config.dim, config.mlp_norm)
         widths = [len(config.table_sizes) + config.numeric_tokens] + [config.out_tokens] * (config.layers - 1)
         self.layers = nn.ModuleList(DHENLayer(config, tokens) for tokens in widths)
-        self.head = MLP(config.out_tokens * config.dim, config.head, 1, config.mlp_norm)
+        self.wide = config.wide
+        features = config.out_tokens * config.dim + (config.numerics if config.wide else 0)
+        self.head = MLP(features, config.head, 1, config.mlp_norm)
 
     def forward(self, numerics: Tensor, tokens: Tensor) -> Tensor:
         x = torch.cat([tokens, self.numeric(numerics).unflatten(1, (-1, self.dim))], dim=1)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x.flatten(1)).squeeze(1)
+        return self.head(head_input(x, numerics, self.wide)).squeeze(1)
 
 
 class DHEN(Recommender):

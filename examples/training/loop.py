@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -187,14 +188,25 @@ class Trainer:
         composed = cast(ComposedStream, self.stream) if here else None
         inputs = composed.next_draws() if composed else next(self.stream).to(self.device)
         compose: Callable[[Any], Batch] = composed.compose if composed else _as_it_is
-        if self._captured is None and self._steps_here >= self.config.steps_before_capture:
-            self._captured = CapturedStep(compose, self._train, inputs, self._side)
+        if self._captured is None and self._steps_here == self.config.steps_before_capture:
+            self._captured = self._capture(compose, inputs)
         self._steps_here += 1
         if self._captured is None:
             batch = compose(inputs)
             return self.step(batch), batch
         self.step_count += 1
         return self._captured(inputs)
+
+    def _capture(self, compose: Callable[[Any], Batch], inputs: Any) -> CapturedStep | None:
+        """The step as a graph; None, with a warning, where it does not fit into one: the run goes on without."""
+        assert self._side is not None
+        try:
+            return CapturedStep(compose, self._train, inputs, self._side)
+        except RuntimeError as error:
+            warnings.warn(f"the step is not captured as a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
+            for optimizer in (self.dense_optimizer, self.table_optimizer):
+                optimizer.zero_grad(set_to_none=True)
+            return None
 
     def _new_window(self, batch: Batch) -> Window:
         self._window = Window(

@@ -70,6 +70,16 @@ def test_a_stream_of_finished_batches_is_copied_into_place() -> None:
     assert torch.equal(losses(make(True), 99), losses(make(False), 99))
 
 
+def test_a_step_that_cannot_be_captured_is_taken_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr("examples.training.loop.CapturedStep", fail)
+    with pytest.warns(UserWarning, match="not captured as a CUDA graph: CUDA error: operation not permitted"):
+        failed = losses(trainer(True), 12)
+    assert torch.equal(failed, losses(trainer(False), 12))
+
+
 class Waits(TorchDispatchMode):
     """Collects operators whose result the host needs, or whose result's shape depends on values."""
 

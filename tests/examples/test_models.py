@@ -155,6 +155,18 @@ def test_dcnv2_structures_differ_in_what_the_prediction_reads() -> None:
     assert parallel.dense_arch.predict.in_features == 32 + 4 * 8
 
 
+@pytest.mark.parametrize("name", ["wukong", "dhen"])
+def test_a_wide_head_reads_the_numerics_as_they_are(name: str) -> None:
+    model = build(name, "tiny", SMALL, wide=True)
+    numerics, categories, _ = inputs(SMALL)
+    seen: list[torch.Tensor] = []
+    model.dense_arch.head[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(1e5 * numerics, categories)
+    narrow = build(name, "tiny", SMALL).dense_arch.head[0].in_features
+    assert seen[0].shape == (BATCH, narrow + SMALL.n_numerics)
+    assert torch.equal(seen[0][:, narrow:], 1e5 * numerics)
+
+
 def test_dhen_layer_is_a_normalised_sum() -> None:
     config = DHENConfig.named(
         "tiny", table_sizes=(9,) * 4, numerics=3, ensemble="sum",
