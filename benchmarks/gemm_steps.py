@@ -28,6 +28,7 @@ from loka_compile.bench.runner import COMPILE_AT_FIRST_CALL
 from loka_compile.bench.timing import Call, Timer
 from loka_compile.bench.workload import Layer
 from loka_compile.costs import CostTable
+from loka_compile.costs.file import may_be_padded
 from loka_compile.gemm import Role
 from loka_compile.header import Header
 from loka_compile.lowering.providers import get_provider
@@ -131,8 +132,20 @@ class LayerStep:
         return make_fx(lambda x, w, g: self(x, w, g), tracing_mode="fake")(*tensors)
 
     def compiled(self, pieces: dict[str, Compiled]) -> Callable[..., tuple[Tensor, ...]]:
-        """As it is timed; ``pieces`` holds what is compiled so far. What is native alone needs no compiler."""
-        return self if self.is_native else runner(self, pieces)
+        """As it is timed; ``pieces`` holds what is compiled so far.
+
+        What is native alone needs no compiler, unless Inductor would pad it.
+        """
+        if not self.is_native:
+            return runner(self, pieces)
+        gemms = [
+            Layer("", "", self.batch, self.inputs, self.outputs).gemm(role, self.dtype) for role, _ in self.choices
+        ]
+        if not any(may_be_padded(g.role.value, g.m, g.n, g.k, g.dtype) for g in gemms):
+            return self
+        if repr(self) not in pieces:
+            pieces[repr(self)] = torch.compile(self.graph(), dynamic=False, fullgraph=True)  # type: ignore[assignment]
+        return pieces[repr(self)]
 
 
 def step_of(layer: LinearLayer, choose: Callable[[Role], Candidate]) -> LayerStep:

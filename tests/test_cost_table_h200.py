@@ -16,6 +16,7 @@ from benchmarks.ship_table import SHIPPED, shipped
 from loka_compile.bench.records import QUANTIZE, Records, Timing, baseline_key, kernel_key
 from loka_compile.bench.workload import gemms, read_layers
 from loka_compile.costs import CostTable
+from loka_compile.costs.file import may_be_padded
 from loka_compile.gemm import Gemm, Role
 from loka_compile.table import BASELINE
 
@@ -54,7 +55,10 @@ def test_measured_times_come_back():
     for row in ROWS:
         gemm = Gemm("", Role(row["role"]), int(row["m"]), int(row["n"]), int(row["k"]), row["dtype"])
         if row["provider"] == BASELINE[0]:
-            assert H200.baseline(gemm) == float(row["baseline_us"])
+            measured = float(row["baseline_us"])
+            assert H200.baseline(gemm) == measured or (
+                H200.baseline(gemm) < measured and may_be_padded(row["role"], gemm.m, gemm.n, gemm.k, row["dtype"])
+            )
         elif row["provider"] != QUANTIZE:
             assert H200.latency(gemm, row["provider"], row["recipe"]).gemm_us == float(row["gemm_us"])
         seen += 1
@@ -97,6 +101,18 @@ def test_nothing_of_the_demos_model_pays_and_something_of_the_large_one_does():
     assert set(plan_of(linear_layers("wukong", "demo", 4096), H200).counts()) == {"high_precision:native"}
     counts = plan_of(linear_layers("wukong", "h200", 8192), H200).counts()
     assert sum(n for name, n in counts.items() if name != "high_precision:native") > 10
+
+
+def test_rows_off_16_bytes_count_as_inductor_runs_them():
+    """479 columns: padded to 480 as torch.compile does it, not the four times slower kernel that torch.mm takes."""
+    for role, (m, n, k) in zip(Role, ((8192, 1024, 479), (8192, 479, 1024), (1024, 479, 8192)), strict=True):
+        odd, even = Gemm("", role, m, n, k), Gemm("", role, m, -(-n // 8) * 8, -(-k // 8) * 8)
+        assert H200.baseline(even) < H200.baseline(odd) < 1.8 * H200.baseline(even)
+        assert H200.gemms[(*BASELINE, role.value, "bfloat16", True)]((m, n, k)) > 3 * H200.baseline(odd)
+    # Bound by memory: Inductor leaves it, and so does the table.
+    thin = Gemm("", Role.FORWARD, 1_048_576, 24, 34)
+    assert H200.baseline(thin) == H200.gemms[(*BASELINE, "forward", "bfloat16", True)]((thin.m, thin.n, thin.k))
+    assert set(plan_of(linear_layers("dlrm", "h200", 8192), H200).counts()) == {"high_precision:native"}
 
 
 def test_loading_is_quick():

@@ -29,6 +29,10 @@ COLUMNS = (
     "m", "n", "k", "role", "dtype", "provider", "recipe", "quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us"
 )  # fmt: skip
 
+#: Multiply-adds per element of operands and result above which Inductor counts a product as bound by compute (its
+#: ``shape_padding``): half of the data sheet's flops over the bandwidth, 103 for an H200.
+_COMPUTE_BOUND = 100
+
 K = TypeVar("K")
 #: Provider, recipe, role ("" for kernels: they know none), dtype, whether :func:`odd_gemm`.
 GemmKey = tuple[str, str, str, str, bool]
@@ -41,6 +45,11 @@ def odd_gemm(role: str, m: int, n: int, k: int, dtype: str) -> bool:
     step = 16 // (4 if dtype == "float32" else 2)
     rows = (m, n) if role == Role.GRAD_WEIGHT.value else (k, n)
     return any(size % step for size in rows)
+
+
+def may_be_padded(role: str, m: int, n: int, k: int, dtype: str) -> bool:
+    """Whether Inductor would pad this GEMM in high precision if that is faster: it is odd, and bound by compute."""
+    return odd_gemm(role, m, n, k, dtype) and m * n * k > _COMPUTE_BOUND * (m * k + n * k + m * n)
 
 
 def odd_operand(scaling: Scaling, rows: int, contraction: int) -> bool:

@@ -111,6 +111,21 @@ def test_pieces_of_real_kernels(kernel, monkeypatch):
         torch.testing.assert_close(apart, out)
 
 
+def test_what_is_native_is_compiled_where_inductor_would_pad_it(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: compiled.append(graph) or graph)
+    native = tuple((role, BASELINE) for role in Role)
+    aligned, odd, thin = (
+        LayerStep(*shape, native, "bfloat16") for shape in ((512, 512, 512), (512, 479, 512), (512, 13, 8))
+    )
+    pieces = {}
+    for step in (aligned, odd, thin, odd):
+        tensors = [torch.randn(*shape).bfloat16() for shape in step.shapes]
+        for out, eager in zip(step.compiled(pieces)(*tensors), step(*tensors), strict=True):
+            torch.testing.assert_close(out, eager)
+    assert len(compiled) == len(pieces) == 1
+
+
 def test_equal_pieces_of_different_steps_and_kernels_are_compiled_once():
     def keys(step):
         return {piece.index: piece.key for piece in gemm_pieces.pieces_of(step)}
