@@ -83,7 +83,7 @@ def speedups(
                 if latency is None or not (own[shape][1] and native[shape][1]):
                     continue
                 truth = costs.baseline(gemm) / latency.total_us
-                claim = native[shape][0] / (latency.quantize_us + own[shape][0])
+                claim = min(native[shape][0], costs.padded_us(gemm)) / (latency.quantize_us + own[shape][0])
                 off.append(abs(claim / truth - 1))
                 if claim >= threshold:
                     taken += 1

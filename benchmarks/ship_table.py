@@ -2,9 +2,10 @@
 
     python -m benchmarks.ship_table h200.csv loka_compile/data/h200.csv
 
-Left out are lines without a time (their notes say what broke), the column of notes, and FP8 kernels with fp32 results:
-they differ from bf16 in the bytes that they write, from which costs/ derives them (on the H200 within 3 % in the
-median). Times keep three digits, which is less than their spread, and the spread two.
+Left out are lines without a time (their notes say what broke), the column of notes, kernels whose timing was disturbed
+(a spread above 0.3: half of the rounds were off by that much; costs/ interpolates between the others), and FP8 kernels
+with fp32 results: they differ from bf16 in the bytes that they write, from which costs/ derives them (on the H200 within
+3 % in the median). Times keep three digits, which is less than their spread, and the spread two.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from loka_compile.bench.records import COLUMNS
 
 SHIPPED = COLUMNS[:-1]
 TIMES = ("quantize_a_us", "quantize_b_us", "gemm_us", "baseline_us")
+#: Interquartile range over median.
+DISTURBED = 0.3
 ABOUT = (
     "# Cost table of one GPU for loka_compile/costs/. Times in microseconds; an empty cell was not measured.",
     "# Measured by benchmarks/h200_table.sh; kinds of lines: loka_compile/bench/records.py.",
@@ -32,7 +35,8 @@ def shipped(text: str) -> str:
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     kept = [
         row for row in rows
-        if any(row[name] for name in TIMES) and not (row["gemm_us"] and row["dtype"] == "float32")
+        if any(row[name] for name in TIMES)
+        and not (row["gemm_us"] and (row["dtype"] == "float32" or float(row["spread"] or 0) > DISTURBED))
     ]  # fmt: skip
     kept.sort(key=lambda r: (r["dtype"], r["provider"], r["recipe"], r["role"], *(int(r[size]) for size in "mnk")))
     out = io.StringIO()

@@ -43,11 +43,19 @@ def test_every_layer_of_the_list_has_its_baselines_and_kernels():
     assert missing == []
     from loka_compile.lowering.providers import get_provider
 
-    for provider, recipe in (("torch", "tensorwise_fast"), ("torch", "rowwise"), ("fbgemm", "rowwise_fast")):
+    asked, disturbed = 0, []
+    for provider, recipe in (
+        ("torch", "tensorwise_fast"), ("torch", "rowwise"), ("fbgemm", "rowwise_fast"), ("triton", "rowwise_fast"),
+        ("deepgemm", "blockwise"),
+    ):  # fmt: skip
         kernel = get_provider(provider)
         for gemm in wanted:
             if not kernel.refuses_shape(gemm, kernel.recipe(recipe)):
-                assert H200.latency(gemm, provider, recipe).measured, (str(gemm), provider, recipe)
+                asked += 1
+                if not H200.latency(gemm, provider, recipe).measured:
+                    disturbed.append((str(gemm), provider, recipe))
+    assert asked > 1000
+    assert len(disturbed) < 0.02 * asked, disturbed
 
 
 def test_measured_times_come_back():
@@ -127,6 +135,7 @@ def test_shipping_keeps_the_times_and_drops_the_rest(tmp_path):
     gemm = Gemm("", Role.FORWARD, 64, 32, 16)
     records.add(kernel_key(gemm, "torch", "rowwise"), Role.FORWARD, Timing(12.3456, 0.01234))
     records.add(kernel_key(gemm, "fbgemm", "rowwise"), Role.FORWARD, Timing(98765.4, 0.0))
+    records.add(kernel_key(gemm, "fbgemm", "rowwise_fast"), Role.FORWARD, Timing(50.0, 0.4))  # disturbed
     wide = Gemm("", Role.FORWARD, 64, 32, 16, "float32")
     records.add(kernel_key(wide, "torch", "rowwise"), Role.FORWARD, Timing(13.0, 0.0))
     records.add(baseline_key(wide), Role.FORWARD, Timing(20.0, 0.0))

@@ -231,9 +231,9 @@ class CostTable:
         time, _, _ = self._gemm_us(*BASELINE, gemm)
         if time is None:
             return math.nan
-        return min(time, self._padded_us(gemm)) + self._norm_us(gemm, fusable=_width(gemm.dtype) == 2)
+        return min(time, self.padded_us(gemm)) + self._norm_us(gemm, fusable=_width(gemm.dtype) == 2)
 
-    def _padded_us(self, gemm: Gemm) -> float:
+    def padded_us(self, gemm: Gemm) -> float:
         """``gemm`` in high precision where Inductor pads it: operands copied to rows of 16 bytes, the result a view.
 
         Infinite where it leaves it as it is.
