@@ -4,8 +4,8 @@
 
 Left out are lines without a time (their notes say what broke), the column of notes, kernels whose timing was disturbed
 (a spread above 0.3: half of the rounds were off by that much; costs/ interpolates between the others), and FP8 kernels
-with fp32 results: they differ from bf16 in the bytes that they write, from which costs/ derives them (on the H200 within
-3 % in the median). Times keep three digits, which is less than their spread, and the spread two.
+with fp32 results: they differ from bf16 in the bytes that they write, from which costs/ derives them (within 3 % on the
+H200, in the median). Times keep three digits, which is less than their spread, and the spread two.
 """
 
 from __future__ import annotations
