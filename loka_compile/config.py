@@ -53,6 +53,8 @@ class LokaConfig:
     disable_passes: tuple[str, ...] = ()
     #: Put normalisation, activation and quantisation into the GEMM kernels where that was measured to be faster.
     fuse: bool = True
+    #: In training, keep BlockNorm's outputs for the backward in FP8: less memory, gradients less exact.
+    save_fp8: bool = False
     #: In inference, quantise weights when compiling and compile again when one changes (docs say what is seen).
     freeze_weights: bool = False
     #: How many calls ``table="auto"`` samples before it plans.
@@ -73,7 +75,7 @@ class LokaConfig:
             isinstance(self.block_size, int) and 16 <= self.block_size <= 4096 and self.block_size.bit_count() == 1,
             "block_size", self.block_size, "a power of two from 16 to 4096",
         )  # fmt: skip
-        for name in ("remove_final_bias", "fuse", "freeze_weights", "inspect"):
+        for name in ("remove_final_bias", "fuse", "save_fp8", "freeze_weights", "inspect"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         check_limit("max_mere", self.max_mere)
         check_limit("min_speedup", self.min_speedup)

@@ -39,7 +39,7 @@ def _backward_kernel(
     mask = (rm[:, None] < M) & (rn[None, :] < N)
     offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
     g = tl.load(G + offset, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(Y + offset, mask=mask, other=0.0).to(tl.float32)
+    y = dev.saved(tl.load(Y + offset, mask=mask, other=0.0), Y.dtype.element_ty)
     rstd = tl.load(
         RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
     )  # fmt: skip
@@ -64,6 +64,8 @@ def block_norm_backward(
     grad: Tensor, y: Tensor, rstd: Tensor, *, block: int, hardswish: bool, with_xt: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dx, amax, xt)`` for contiguous grad and y [M, N] and rstd fp32 [M, ceil(N/block)]; block at most 256.
+
+    y in e4m3 stands for y / 16.
 
     dx [M, N] in grad's dtype; amax fp32 [tiles]; xt e4m3 [N, M] (empty unless with_xt).
     """

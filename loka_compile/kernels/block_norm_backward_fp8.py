@@ -32,7 +32,7 @@ def _gradient(
     mask = (rm[:, None] < M) & (rn[None, :] < N)
     offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
     g = tl.load(G + offset, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(Y + offset, mask=mask, other=0.0).to(tl.float32)
+    y = dev.saved(tl.load(Y + offset, mask=mask, other=0.0), Y.dtype.element_ty)
     rstd = tl.load(
         RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
     )  # fmt: skip
@@ -58,8 +58,7 @@ def _gradients(
     d3, y3 = _gradient(4 * rw + 3, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     if WRITE_XT:
         x = dev.pack4(
-            dev.hardswish(y0) * 16.0, dev.hardswish(y1) * 16.0, dev.hardswish(y2) * 16.0, dev.hardswish(y3) * 16.0,
-            tl.float8e4nv, 448.0, PTX,
+            dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
         )  # fmt: skip
         _store_turned(XT, x, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS)
     return d0, d1, d2, d3
@@ -96,9 +95,7 @@ def _write(
         if WRITE_Q:
             tl.store(Q + offset, dev.to_fp8(d[i], inverse, Q.dtype.element_ty, LIMIT, PTX), mask=mask)
     if WRITE_QT:
-        packed = dev.pack4(
-            d[0] * inverse, d[1] * inverse, d[2] * inverse, d[3] * inverse, QT.dtype.element_ty, LIMIT, PTX
-        )  # fmt: skip
+        packed = dev.pack4(d[0], d[1], d[2], d[3], inverse, QT.dtype.element_ty, LIMIT, PTX)
         _store_turned(QT, packed, rw, rn, M, N, words, WORDS)
 
 
@@ -158,6 +155,8 @@ def block_norm_backward_fp8(
     config: MeetingConfig = MeetingConfig(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dx, q, qt, scale, xt)`` for contiguous grad and y [M, N] (not empty), rstd fp32 [M, ceil(N/block)].
+
+    y in e4m3 stands for y / 16.
 
     state: int32 [grid_barrier.STATE], all zero, and zero again afterwards. dx [M, N] in grad's dtype; q [M, N] and qt
     [N, M] in FP8 ``dtype`` with ``scale`` (fp32, shape []) that multiplies them back; xt e4m3 [N, M],

@@ -115,6 +115,13 @@ def over_block(x, s, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.cons
 
 
 @triton.jit
+def saved(y, TYPE: tl.constexpr):
+    """A normalised value as it was kept for the backward, in fp32: in e4m3 it was multiplied by 16."""
+    y = y.to(tl.float32)
+    return y * 0.0625 if TYPE == tl.float8e4nv else y
+
+
+@triton.jit
 def hardswish(x):
     """``x * relu6(x + 3) / 6`` in fp32."""
     return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)

@@ -16,6 +16,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
+def saved(y: Tensor) -> Tensor:
+    """A normalised value as it was kept for the backward, wide: in e4m3 it was multiplied by 16."""
+    return wide(y) / 16 if y.dtype == torch.float8_e4m3fn else wide(y)
+
+
 def to_fp8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
     """``x * factor``, saturated, as FP8."""
     return (wide(x) * factor).clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
@@ -50,7 +55,7 @@ def block_norm_backward_ref(
     grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool
 ) -> Tensor:  # fmt: skip
     """``rstd * (g - y * mean(g * y))`` in each block, with ``g = grad * HardSwish'(y)`` if hardswish; wide."""
-    g, y = wide(grad), wide(y)
+    g, y = wide(grad), saved(y)
     if hardswish:
         g = torch.ops.aten.hardswish_backward(g, y)
     out = []
@@ -73,7 +78,7 @@ def block_norm_backward_fp8_ref(
 
 def hardswish_fp8_ref(y: Tensor, factor: float) -> Tensor:
     """``fp8(HardSwish(y) * factor)`` in e4m3."""
-    return to_fp8(F.hardswish(wide(y)), factor, torch.float8_e4m3fn)
+    return to_fp8(F.hardswish(saved(y)), factor, torch.float8_e4m3fn)
 
 
 def cast_transpose_ref(x: Tensor, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,7 +82,7 @@ class JointPass(CustomGraphPass):
         else:
             lower_gemms(graph, low.plan, low.report, emulate=low.emulate)
             if low.config.fuse:
-                fuse_joint(graph, low.report)
+                fuse_joint(graph, low.report, low.config.save_fp8)
         if low.config.fuse:
             decompose_unfusable(graph)
         else:

@@ -62,6 +62,7 @@ WRONG = [
     ("auto_calls", 0, ConfigError, ["'auto_calls'", "0", ">= 1"]),
     ("auto_calls", 2.5, ConfigError, ["'auto_calls'", "2.5", "integer"]),
     ("auto_calls", True, ConfigError, ["'auto_calls'", "True"]),
+    ("save_fp8", 1, ConfigError, ["'save_fp8'", "1", "True or False"]),
     ("freeze_weights", 1, ConfigError, ["'freeze_weights'", "1", "True or False"]),
     ("inspect", "yes", ConfigError, ["'inspect'", "'yes'", "True or False"]),
     ("mode", 1, ConfigError, ["'mode'", "1"]),

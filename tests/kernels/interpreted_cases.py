@@ -172,6 +172,21 @@ def test_backward_in_fp8(m: int, n: int, hardswish: bool, dtype: torch.dtype) ->
     assert torch.equal(only[2].float(), qt.float())
 
 
+def test_backward_of_values_kept_in_fp8() -> None:
+    grad, rstd = torch.randn(9, 384), torch.rand(9, 2) + 0.5
+    kept = (torch.randn(9, 384) * 32).to(torch.float8_e4m3fn)
+    state = torch.zeros(STATE, dtype=torch.int32)
+    expected = ref.block_norm_backward_ref(grad.double(), kept.double() / 16, rstd.double(), 256, True)
+    dx = block_norm_backward(grad, kept, rstd, block=256, hardswish=True, with_xt=False)[0]
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
+    dx = block_norm_backward_fp8(
+        grad, kept, rstd, state, block=256, hardswish=True, dtype=torch.float8_e4m3fn, with_dx=True
+    )[0]  # fmt: skip
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
+    wide = ref.block_norm_backward_ref(grad, kept, rstd, 256, True).double()
+    torch.testing.assert_close(wide, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_nan_reaches_the_maxima() -> None:
     y, grad, rstd = torch.randn(5, 256), torch.randn(5, 256), torch.rand(5, 1)
     grad[3, 200] = float("nan")

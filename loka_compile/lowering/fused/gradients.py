@@ -31,19 +31,23 @@ from loka_compile.report import Report
 aten = torch.ops.aten
 
 
-def gradients(graph: fx.Graph, found: list[Quantise], report: Report) -> int:
-    """Fuse what stands around every ``loka::block_norm_backward``; returns how many operators were emitted."""
+def gradients(graph: fx.Graph, found: list[Quantise], report: Report, save_fp8: bool = False) -> int:
+    """Fuse what stands around every ``loka::block_norm_backward``; returns how many operators were emitted.
+
+    With ``save_fp8`` the forward keeps the normalised values for them in FP8.
+    """
     states: dict[torch.device, fx.Node] = {}
     return sum(
-        _gradient(graph, node, found, report, states)
+        _gradient(graph, node, found, report, states, save_fp8)
         for node in list(graph.nodes)
         if is_call(node, torch.ops.loka.block_norm_backward.default)
     )
 
 
 def _gradient(
-    graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Report, states: dict[torch.device, fx.Node]
-) -> int:
+    graph: fx.Graph, norm: fx.Node, found: list[Quantise], report: Report, states: dict[torch.device, fx.Node],
+    save_fp8: bool,
+) -> int:  # fmt: skip
     name = site_of(norm) or norm.name
     grad, y, rstd, block = norm.args
     assert isinstance(grad, fx.Node)
@@ -65,7 +69,8 @@ def _gradient(
     source = arg(activation, 0) if activation is not None else grad
     meets = _meets(value, consumers)
     with graph.inserting_before(norm):
-        operands = [_flat(graph, n) for n in (source, strip(y), rstd)]
+        kept = _in_fp8(graph, strip(y)) if save_fp8 else strip(y)
+        operands = [_flat(graph, n) for n in (source, kept, rstd)]
         if meets:
             if value.device not in states:
                 (states[value.device],) = emit(graph, norm, torch.ops.loka.meeting_state.default, (operands[0],))
@@ -82,6 +87,11 @@ def _gradient(
     norm.replace_all_uses_with(shaped)
     for copy in copies:
         copy.replace_all_uses_with(xt)
+    if save_fp8:
+        less = strip(y).meta["val"].dtype.itemsize - 1
+        elements = size_hint(value.numel())
+        amount = "" if elements is None else f", {elements * less / 2**20:.1f} MiB less"
+        report.fusions.append(f"{name}: BlockNorm's output is kept for the backward in FP8{amount}")
     words = "HardSwish' + BlockNorm'" if activation is not None else "BlockNorm'"
     extra = " + FP8 transpose of the layer's output" if copies else ""
     if meets:
@@ -90,6 +100,15 @@ def _gradient(
         second = ", FP8 gradient in both layouts in a second" if consumers else ""
         report.fusions.append(f"{name}: {words} + amax{extra} in one kernel{second}")
     return 1
+
+
+def _in_fp8(graph: fx.Graph, y: fx.Node) -> fx.Node:
+    """y times 16 in e4m3, right behind y: a part of the forward, and of its kernel. BlockNorm's output is at most 16."""
+    with graph.inserting_before(y.next):
+        (wide,) = emit(graph, y, torch.ops.prims.convert_element_type.default, (y, torch.float32))
+        (scaled,) = emit(graph, y, aten.mul.Tensor, (wide, 16.0))
+        (kept,) = emit(graph, y, torch.ops.prims.convert_element_type.default, (scaled, ops.FP8))
+    return kept
 
 
 def _meets(value: torch.Tensor, consumers: list[Quantise]) -> bool:

@@ -41,13 +41,14 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
-def fuse_joint(graph: fx.Graph, report: Report) -> int:
+def fuse_joint(graph: fx.Graph, report: Report, save_fp8: bool = False) -> int:
     """Fuse backward epilogues and weight quantisation; returns how many operators were emitted. In place.
 
-    To run on the joint graph after its GEMMs are lowered.
+    To run on the joint graph after its GEMMs are lowered. ``save_fp8``: normalised values are kept for the backward in
+    FP8.
     """
     found = list(quantisations(graph))
-    emitted = _weights(graph, found, report) + gradients(graph, found, report)
+    emitted = _weights(graph, found, report) + gradients(graph, found, report, save_fp8)
     emitted += group_grad_weights(graph, report)
     if emitted:
         sort_topologically(graph)
