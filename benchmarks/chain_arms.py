@@ -125,7 +125,9 @@ def arms(
     if "E" in wanted:
         made["E all FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8))
         made["E first bf16"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, fp8))
-        if not training:
+        if training:
+            made["E all FP8, FP8 saved"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8), save_fp8=True)
+        else:
             frozen = {"freeze_weights": True}
             made["E all FP8, frozen"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8), **frozen)
             made["E first bf16, frozen"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, fp8), **frozen)

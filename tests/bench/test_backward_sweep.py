@@ -34,3 +34,28 @@ def test_shapes_are_written_and_broken_arms_left_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["backward_sweep.py", "--out", str(tmp_path), "--seconds", "-1"])
     backward_sweep.main()
     assert not (tmp_path / "backward_sweep.json").exists()
+
+
+def test_a_configuration_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import template_sweep
+
+    def on_the_cpu(make):  # type: ignore[no-untyped-def]
+        return lambda *size, device=None, **more: make(*size, **more)
+
+    def compiled(fn):  # type: ignore[no-untyped-def]
+        if template_sweep.lowerings.config_for().stages == 3:
+            raise RuntimeError("out of resources")
+        return fn
+
+    for name in ("full", "randn"):
+        monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(template_sweep, "capture", lambda calls, warmup: [call() for call in calls])
+    monkeypatch.setattr(template_sweep, "measure_graphs", lambda graphs, rounds: dict.fromkeys(graphs, 1.0))
+    monkeypatch.setattr(template_sweep, "copies_past_l2", lambda size: 2)
+    lines: list[str] = []
+    known = template_sweep.lowerings.config_for
+    found = template_sweep.case(template_sweep.E4M3, 64, 256, 64, True, lines.append)
+    assert list(found) == ["shipped", *(str(row) for row in template_sweep.SHAPES if row[4] != 3)]
+    assert len(lines) == sum(row[4] == 3 for row in template_sweep.SHAPES)
+    assert template_sweep.lowerings.config_for is known

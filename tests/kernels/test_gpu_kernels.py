@@ -110,6 +110,25 @@ def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype) -> None:
         check(grad, found)
 
 
+@pytest.mark.parametrize(("m", "n"), [(199, 384), (4096, 512)])
+def test_backward_of_values_kept_in_fp8(m: int, n: int) -> None:
+    from loka_compile.kernels.block_norm_backward import block_norm_backward
+    from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
+    from loka_compile.kernels.grid_barrier import STATE
+
+    grad, rstd = torch.randn(m, n, device="cuda").bfloat16(), torch.rand(m, -(-n // 256), device="cuda") + 0.5
+    kept, state = (torch.randn(m, n, device="cuda") * 24).to(E4M3), torch.zeros(STATE, dtype=torch.int32, device="cuda")
+    expected = ref.block_norm_backward_ref(grad.double(), kept.double() / 16, rstd.double(), 256, True)
+    dx = block_norm_backward(grad, kept, rstd, block=256, hardswish=True, with_xt=False)[0]
+    assert relative(dx, expected) < 4e-3
+    _, q, qt, scale, xt = block_norm_backward_fp8(
+        grad, kept, rstd, state, block=256, hardswish=True, dtype=E4M3, with_xt=True
+    )  # fmt: skip
+    assert relative(q.double() * scale.double(), expected) < 0.04
+    assert torch.equal(q.float().t(), qt.float())
+    assert (xt.float().t() != ref.hardswish_fp8_ref(kept, 16.0).float()).float().mean().item() < 1e-2
+
+
 @pytest.mark.parametrize("shape", [(4096, 512), (199, 3456), (1, 17), (130, 70)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("magnitude", [1.0, 0.0, 1e-20])

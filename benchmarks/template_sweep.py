@@ -1,0 +1,121 @@
+"""Configurations of the fused GEMM as Inductor generates it: template, epilogue and early launch as in a model.
+
+    python benchmarks/template_sweep.py --out results/ --seconds 60
+
+For each case (operand dtype, M, N, K, whether y and rstd are written too) the shipped configuration of
+data/fused_h200.json against others, in medians of CUDA-graph replays, interleaved, inputs rotated past the L2. Written
+case by case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from _timing import capture, copies_past_l2, measure_graphs  # noqa: E402
+
+from loka_compile import machine  # noqa: E402
+from loka_compile.kernels.config import GemmConfig  # noqa: E402
+from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+#: Operand dtype, M, N, K, training.
+CASES = (
+    (BF16, 4096, 512, 512, False), (E4M3, 4096, 512, 512, False), (E4M3, 4096, 512, 512, True),
+    (BF16, 4096, 1024, 1024, False), (E4M3, 4096, 1024, 1024, True), (E4M3, 1024, 7680, 256, False),
+    (E4M3, 4096, 2048, 2048, True), (BF16, 4096, 2048, 2048, False),
+)  # fmt: skip
+#: Rows, columns and bytes of K of a tile, warps, stages, by descriptors (and then persistent).
+SHAPES = (
+    (64, 256, 64, 4, 4, False), (64, 256, 128, 4, 3, False), (64, 256, 128, 4, 4, False), (64, 256, 128, 8, 4, False),
+    (128, 256, 128, 8, 3, False), (64, 256, 128, 4, 4, True), (128, 256, 128, 8, 3, True),
+)  # fmt: skip
+
+
+def config_of(shape: tuple[int, int, int, int, int, bool], itemsize: int) -> GemmConfig:
+    """A configuration from a row of SHAPES."""
+    m, n, k, warps, stages, tma = shape
+    return GemmConfig(m, n, k // itemsize, warps, stages, tma=tma, persistent=tma)
+
+
+def _activation(y: torch.Tensor) -> torch.Tensor:
+    y = y.float()
+    return (torch.where(y <= -3, 0.0, torch.where(y >= 3, y, y * (y * (1 / 6) + 0.5))) * 16).to(E4M3)
+
+
+def layer(dtype: torch.dtype, training: bool) -> Callable[..., object]:
+    """What is compiled: GEMM, norm, activation and FP8 output, with what the backward needs if training."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> object:
+        scales = (s, s) if dtype == E4M3 else (None, None)
+        y, rstd = torch.ops.loka.gemm_block_norm(a, b.t(), *scales, 256, 1e-5, BF16, True, training)
+        return (_activation(y), y, rstd) if training else _activation(y)
+
+    return fn
+
+
+def case(dtype: torch.dtype, m: int, n: int, k: int, training: bool, log: Callable[[str], None]) -> dict[str, float]:
+    """Microseconds by configuration; one that does not compile is logged and left out."""
+    one = torch.full((), 1 / 16, device="cuda")
+    pairs = [
+        tuple(torch.randn(rows, k, device="cuda", dtype=BF16).to(dtype) for rows in (m, n))
+        for _ in range(copies_past_l2((m * k + n * k) * dtype.itemsize + 3 * m * n))
+    ]
+    shipped = configs.config_for("gemm_block_norm", m, n, k, dtype.itemsize)
+    graphs, known = {}, lowerings.config_for
+    for name, config in {"shipped": shipped, **{str(row): config_of(row, dtype.itemsize) for row in SHAPES}}.items():
+        torch._dynamo.reset()
+        lowerings.config_for = lambda *_, c=config: c  # type: ignore[assignment, misc]
+        try:
+            compiled = torch.compile(layer(dtype, training))
+            calls = [lambda a=a, b=b, f=compiled: f(a, b, one) for a, b in pairs]
+            calls[0]()
+            # Captured now: the next configuration resets Dynamo, and with it this one's compiled code.
+            graphs[name] = (capture(calls, warmup=1), len(calls))
+        except Exception as error:
+            log(f"    {name}: {type(error).__name__}: {str(error)[:200]}")
+        finally:
+            lowerings.config_for = known
+    return measure_graphs(graphs, rounds=15)
+
+
+def main() -> None:
+    """Measure, print a line a case, write ``template_sweep.json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins after so long")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    start = time.time()
+    results = {"versions": machine.describe(), "command": " ".join(sys.argv), "us": {}}
+    lowerings.register()
+
+    def log(text: str) -> None:
+        print(f"[{time.time() - start:4.0f}s] {text}", flush=True)
+
+    for dtype, m, n, k, training in CASES:
+        kind = str(dtype).removeprefix("torch.")
+        name = f"{kind} {m}x{n}x{k}{' training' * training}"
+        if time.time() - start > options.seconds:
+            log(f"{name}: not run in time")
+            continue
+        times = case(dtype, m, n, k, training, log)
+        results["us"][name] = times
+        log(f"{name}: " + " | ".join(f"{config} {us:.1f}" for config, us in times.items()))
+        (options.out / "template_sweep.json").write_text(json.dumps(results, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    import torch._inductor.config as inductor_config
+
+    inductor_config.force_disable_caches = True  # the cache's key does not know the configuration
+    main()
