@@ -62,6 +62,7 @@ SQUARES = [t(128, 128, w, g) for w in (4, 8, 16) for g in (1, 8)] + [
     t(128, 128, 8, 2, held=True), t(128, 128, 8, 64, held=True), t(128, 128, 16, 8, held=True),
     t(128, 128, 8, 8, held=True, evict="evict_first"), t(128, 128, 8, 8, held=True, early=False),
     t(128, 128, 8, 8, held=True, registers=80), t(128, 128, 4, 8, held=True),
+    t(128, 128, 8, 8, held=True, evict="evict_first", keep="evict_first"),
 ]  # fmt: skip
 TURNED_1X128 = [t(128, n, w, g) for n, w in ((64, 4), (128, 8), (64, 8), (32, 2), (128, 16)) for g in (1, 8)] + [
     t(128, 64, 4, 64), t(128, 32, 4, 8), t(128, 64, 4, 8, registers=80), t(128, 64, 4, 2, registers=80),
@@ -71,6 +72,7 @@ TURNED_1X128 = [t(128, n, w, g) for n, w in ((64, 4), (128, 8), (64, 8), (32, 2)
     *[t(128, n, w, g, held=True) for n, w in ((64, 4), (128, 8), (32, 2)) for g in (1, 2, 8, 64)],
     t(128, 64, 4, 8, held=True, evict="evict_first"), t(128, 128, 8, 8, held=True, evict="evict_first"),
     t(128, 64, 4, 8, held=True, early=False), t(128, 64, 8, 8, held=True),
+    t(128, 64, 4, 8, held=True, evict="evict_first", keep="evict_first"),
 ]  # fmt: skip
 BOTH_BLOCKS = [t(128, 128, w, g) for w in (8, 16) for g in (1, 8)] + [
     t(128, 128, w, g, registers=r, pairs=True) for w, r in ((8, 0), (8, 80), (16, 0), (16, 64), (4, 0)) for g in (1, 8)
@@ -84,6 +86,7 @@ BOTH_BLOCKS = [t(128, 128, w, g) for w in (8, 16) for g in (1, 8)] + [
     *[t(128, 128, 8, 8, held=True, pairs=p, registers=80) for p in (False, True)],
     *[t(128, 128, 16, 8, held=True, pairs=p) for p in (False, True)],
     t(128, 128, 8, 8, held=True, evict="evict_first"),
+    t(128, 128, 8, 8, held=True, evict="evict_first", keep="evict_first"),
 ]  # fmt: skip
 MAXIMA = [
     t(32, 128, 4, 8, steps=4), t(128, 128, 8, 8), t(64, 128, 8, 8, steps=2), t(32, 128, 4, 8, steps=2),
@@ -92,6 +95,7 @@ MAXIMA = [
     t(16, 256, 4, 8, steps=4), t(32, 256, 8, 8, steps=4), t(32, 256, 8, 8, steps=8, stages=3), t(128, 64, 8, 8),
     t(16, 512, 8, 8, steps=4), t(32, 512, 16, 8, steps=4), t(32, 128, 4, 8, steps=4, evict="evict_last"),
     t(64, 128, 8, 8, steps=2, evict="evict_last"), t(64, 128, 4, 8), t(64, 128, 8, 8, steps=2, early=False),
+    t(128, 128, 8, 8, evict="evict_last"), t(64, 128, 8, 2, steps=2), t(128, 128, 16, 8),
 ]  # fmt: skip
 CASTS = [
     t(128, n, w, g) for n, w in ((64, 4), (128, 8), (128, 16), (64, 8), (32, 2)) for g in (1, 8)
@@ -99,10 +103,12 @@ CASTS = [
     t(64, 64, 4, 8), t(64, 128, 4, 8), t(256, 64, 8, 8), t(128, 64, 4, 8, evict="evict_first"),
     t(128, 128, 8, 8, evict="evict_first"), t(128, 64, 4, 8, registers=80), t(128, 128, 8, 8, registers=80),
     t(128, 128, 8, 64), t(128, 128, 8, 8, early=False), t(64, 128, 8, 8),
+    t(128, 64, 4, 8, keep="evict_first"), t(128, 64, 4, 8, evict="evict_first", keep="evict_first"),
+    t(128, 128, 8, 8, evict="evict_first", keep="evict_first"), t(128, 64, 4, 64), t(128, 64, 4, 2),
 ]  # fmt: skip
 CASTS_X = [t(32, 128, 4, g) for g in (1, 8)] + [
     t(8, 512, 4, 1), t(8, 512, 4, 8), t(16, 256, 4, 8), t(64, 128, 8, 8), t(32, 128, 4, 8, evict="evict_first"),
-    t(4, 1024, 4, 8), t(32, 128, 4, 8, early=False),
+    t(4, 1024, 4, 8), t(32, 128, 4, 8, early=False), t(32, 128, 4, 8, evict="evict_first", keep="evict_first"),
 ]  # fmt: skip
 
 
@@ -138,6 +144,7 @@ def short(tiles: Tiles) -> str:
             + f"/{tile.evict}" * bool(tile.evict)
             + "/pairs" * tile.pairs
             + "/held" * tile.held
+            + f"/stores {tile.keep}" * bool(tile.keep)
             + "/late" * (not tile.early)
         )
 

@@ -22,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
-from loka_compile.kernels.quantize_kernels import _amax_kernel, _blocks_kernel, _cast_kernel, _rows_kernel
+from loka_compile.kernels.quantize_kernels import (
+    _amax_kernel, _blocks_kernel, _cast_kernel, _rows_kernel, _zero_kernel
+)  # fmt: skip
 from loka_compile.kernels.quantize_tiles import TILES, Tile
 from loka_compile.kernels.reference import LIMITS
 
@@ -79,7 +81,7 @@ def quantize(
         tile = tiles[f"{scaling} {output}"]
         pairs = tile.pairs and output == "both"
         _blocks_kernel[(grid(tile)[0] * (1 + pairs),)](
-            x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square, PAIRS=pairs,
+            x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square, PAIRS=pairs, KEEP=tile.keep,
             HELD=tile.held and kind["PTX"] and x.element_size() == 2, **_options(tile, x),
         )  # fmt: skip
         return (q, s, qt, st) if square else (q, s.t() if with_q else s, qt, st.t() if with_qt else st)
@@ -94,7 +96,10 @@ def quantize(
         return q, s, qt, scales(wanted=False)
     everything = scaling == "tensorwise"
     # The maxima of rows, then those of columns: one buffer to set to zero.
-    maxima = torch.zeros(1 if everything else m + n, dtype=torch.int32, device=device)
+    maxima = torch.empty(1 if everything else m + n, dtype=torch.int32, device=device)
+    _zero_kernel[(triton.cdiv(maxima.numel(), 2048),)](
+        maxima, maxima.numel(), BLOCK=2048, num_warps=4, num_stages=1, **dev.early(device)
+    )
     rows, columns = maxima[:m], maxima[-n:]
     s = scales(*(() if everything else (m, 1)), wanted=with_q)
     st = scales(*(() if everything else (n, 1)), wanted=with_qt)
@@ -105,8 +110,9 @@ def quantize(
     )  # fmt: skip
     tile = tiles[f"cast {output}"]
     _cast_kernel[grid(tile)](
-        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything, **_options(tile, x)
-    )
+        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything, KEEP=tile.keep,
+        **_options(tile, x),
+    )  # fmt: skip
     return q, s, qt, st
 
 

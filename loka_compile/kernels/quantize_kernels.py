@@ -61,21 +61,25 @@ def _bits4(x):
 
 
 @triton.jit
-def _store_q(Q, x, inverse, rm, rn, M, N, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
+def _store_q(
+    Q, x, inverse, rm, rn, M, N, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr, KEEP: tl.constexpr
+):  # fmt: skip
     q = dev.to_fp8(x, inverse, TYPE, LIMIT, PTX)
-    tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=(rm[:, None] < M) & (rn[None, :] < N))
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=mask, eviction_policy=KEEP)
 
 
 @triton.jit
 def _store_qt(
-    QT, x, inverse, rw, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr
-):
+    QT, x, inverse, rw, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
     """Four tiles as the rows rn of x.T, each ``words`` words long, or M bytes if M is no multiple of 4 (words = 0)."""
     packed = tl.trans(dev.pack4(x[0], x[1], x[2], x[3], inverse, TYPE, LIMIT, PTX))
     row = rn.to(tl.int64)[:, None]
     if WORDS:
-        mask = (rn[:, None] < N) & (rw[None, :] < words)
-        tl.store(QT.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :], packed, mask=mask)
+        ptr = QT.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :]
+        tl.store(ptr, packed, mask=(rn[:, None] < N) & (rw[None, :] < words), eviction_policy=KEEP)
     else:
         ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True) + row * M + 4 * rw[None, :]
         for i in tl.static_range(4):
@@ -86,7 +90,8 @@ def _store_qt(
 @triton.jit
 def _blocks(
     X, Q, S, pid_m, pid_n, M, N, stride, TYPE: tl.constexpr, LIMIT: tl.constexpr, SQUARE: tl.constexpr,
-    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr, HELD: tl.constexpr,
+    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr, KEEP: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """x of a tile that holds whole blocks, side by side."""
     COUNT: tl.constexpr = BLOCK_N // 128
@@ -108,14 +113,14 @@ def _blocks(
         mask = (rm[:, None] < M) & (rb[None, :] < blocks)
         tl.store(S + rb.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=mask)
         x = tl.reshape(_held(tiles, HELD).to(tl.float32) * inverse[:, :, None], (BLOCK_M, BLOCK_N))
-    _store_q(Q, x, 1.0, rm, rn, M, N, TYPE, LIMIT, PTX)
+    _store_q(Q, x, 1.0, rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
 
 
 @triton.jit
 def _blocks_t(
     X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
     SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr,
-    HELD: tl.constexpr,
+    KEEP: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """x.T of a tile of 128 rows, and x too if asked for."""
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,30 +130,30 @@ def _blocks_t(
         scale, inverse = _scale_of(tl.max(_bits4(x)), LIMIT)
         x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
         tl.store(ST + pid_n * tl.cdiv(M, 128) + pid_m, scale)
-        _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
+        _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
         if WRITE_Q:
             tl.store(S + pid_m * tl.cdiv(N, BLOCK_N) + pid_n, scale)
             for i in tl.static_range(4):
-                _store_q(Q, x[i], inverse, 4 * rw + i, rn, M, N, TYPE, LIMIT, PTX)
+                _store_q(Q, x[i], inverse, 4 * rw + i, rn, M, N, TYPE, LIMIT, PTX, KEEP)
     else:
         scale, inverse = _scale_of(tl.max(_bits4(x), axis=0), LIMIT)
         x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
         tl.store(ST + pid_m.to(tl.int64) * N + rn, scale, mask=rn < N)
-        _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
+        _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
         if WRITE_Q:
             for i in tl.static_range(4):
                 rm = 4 * rw + i
                 scale, inverse = _scale_of(tl.max(dev.bits(x[i]), axis=1), LIMIT)
                 tl.store(S + pid_n.to(tl.int64) * M + rm, scale, mask=rm < M)
-                _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
+                _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
 
 
 @triton.jit
 def _blocks_kernel(
     X, Q, S, QT, ST, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
     SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, KEEP: tl.constexpr, PAIRS: tl.constexpr,
+    HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With PAIRS, two programs share a tile: one makes x, the other x.T, and the second to load finds it in L2."""
     dev.wait(PDL)
@@ -156,19 +161,19 @@ def _blocks_kernel(
     pid_m, pid_n = dev.tile_of(pid, M, N, BLOCK_M, BLOCK_N, GROUP)
     if PAIRS:
         if tl.program_id(0) % 2 == 0:
-            _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, HELD)
+            _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, KEEP, HELD)
         else:
             _blocks_t(
                 X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, False, PTX, BLOCK_N,
-                EVICT, HELD,
+                EVICT, KEEP, HELD,
             )  # fmt: skip
     elif WRITE_QT:
         _blocks_t(
             X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, WRITE_Q, PTX, BLOCK_N,
-            EVICT, HELD,
+            EVICT, KEEP, HELD,
         )  # fmt: skip
     else:
-        _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, HELD)
+        _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, KEEP, HELD)
 
 
 @triton.jit
@@ -183,7 +188,7 @@ def _rows_kernel(
     if ONCE:
         x = _load(X, rm, rn, M, N, stride, "")
         scale, inverse = _scale_of(tl.max(dev.bits(x), axis=1), LIMIT)
-        _store_q(Q, x, inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
+        _store_q(Q, x, inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX, "")
     else:
         largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
         for start in range(0, N, BLOCK_N):
@@ -191,8 +196,16 @@ def _rows_kernel(
         scale, inverse = _scale_of(tl.max(largest, axis=1), LIMIT)
         for start in range(0, N, BLOCK_N):
             x = _load(X, rm, start + rn, M, N, stride, "")
-            _store_q(Q, x, inverse[:, None], rm, start + rn, M, N, TYPE, LIMIT, PTX)
+            _store_q(Q, x, inverse[:, None], rm, start + rn, M, N, TYPE, LIMIT, PTX, "")
     tl.store(S + rm, scale, mask=rm < M)
+
+
+@triton.jit
+def _zero_kernel(OUT, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Zeros for the maxima. Unlike torch's, it begins early and lets the next kernel do so."""
+    dev.wait(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + at, 0, mask=at < count)
 
 
 @triton.jit
@@ -228,7 +241,8 @@ def _amax_kernel(
 def _cast_kernel(
     X, ROWS, COLUMNS, Q, S, QT, ST, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr,
     LIMIT: tl.constexpr, ALL: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The second pass, from the maxima of rows and columns; with ALL from the one of everything."""
     dev.wait(PDL)
@@ -249,17 +263,17 @@ def _cast_kernel(
             for i in tl.static_range(4):
                 rm = 4 * rw + i
                 if ALL:
-                    _store_q(Q, x[i], inverse, rm, rn, M, N, TYPE, LIMIT, PTX)
+                    _store_q(Q, x[i], inverse, rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
                 else:
                     scale, inverse = _scale_of(tl.load(ROWS + rm, mask=rm < M, other=0), LIMIT)
                     tl.store(S + rm, scale, mask=(rm < M) & (pid_n == 0))
-                    _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
+                    _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
         if ALL:
-            _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
+            _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
         else:
             scale, inverse = _scale_of(tl.load(COLUMNS + rn, mask=rn < N, other=0), LIMIT)
             tl.store(ST + rn, scale, mask=(rn < N) & (pid_m == 0))
-            _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
+            _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
     else:
         rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        _store_q(Q, _load(X, rm, rn, M, N, stride, EVICT), inverse, rm, rn, M, N, TYPE, LIMIT, PTX)
+        _store_q(Q, _load(X, rm, rn, M, N, stride, EVICT), inverse, rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)

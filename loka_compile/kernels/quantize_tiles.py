@@ -25,6 +25,8 @@ class Tile:
     registers: int = 0
     #: L2's policy for what is read: "" or "evict_first" or "evict_last".
     evict: str = ""
+    #: The same for what is written: "" or "evict_first".
+    keep: str = ""
     #: x and x.T by two programs each, of which the second to load finds the tile in L2.
     pairs: bool = False
     #: Keep x as it came between the maxima and the cast, and convert it twice: half of the registers. 16-bit x only.
