@@ -10,6 +10,7 @@ CUDA graphs over inputs that together exceed L2. Writes ``quantiser_sweep.json``
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _timing import copies_past_l2, measure
-from quantisers import FP8, OUTPUTS, SCALINGS, copy_bandwidth, moved
+from quantisers import FP8, OUTPUTS, SCALINGS, copy_bandwidth, keeping, moved
 
 from loka_compile import machine
 from loka_compile.gemm import Scaling
@@ -257,7 +258,7 @@ def sweep(m: int, n: int, scaling: str, output: str, timer: Timer, copy_gbs: flo
                 broken[name] = problem
                 continue
             by_name[name] = tiles
-            arms[name] = [lambda x=x, tiles=tiles: launch(x, scaling, output, tiles) for x in sets]
+            arms[name] = keeping(functools.partial(launch, scaling=scaling, output=output, tiles=tiles), sets)
         times.update(timer(arms))
 
     try_all(list(candidates(scaling, output)))
@@ -336,6 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
             except Exception as failure:
                 print(f"{m}x{n} {scaling} {output} failed: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
                 continue
+            torch.cuda.empty_cache()  # what the graphs had
             results["rows"].append(row)
             print(line(row), flush=True)
             (options.out / "quantiser_sweep.json").write_text(json.dumps(results, indent=1))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -46,3 +48,18 @@ def test_bandwidth_of_a_copy(monkeypatch):
     monkeypatch.setattr(quantisers, "copies_past_l2", lambda *_, **__: 2)
     # 4 bytes for each of 250,000 elements in 10 us.
     assert quantisers.copy_bandwidth(500, 500, timer, device="cpu") == pytest.approx(100.0)
+
+
+def test_every_input_keeps_its_own_result():
+    """Each result lives until its input is quantised again, so no two can share memory."""
+    alive = []
+
+    def call(x):
+        result = x + 1
+        alive.append(weakref.ref(result))
+        return result
+
+    calls = quantisers.keeping(call, [torch.zeros(3), torch.ones(3)])
+    for run in calls * 2:
+        run()
+    assert [ref() is not None for ref in alive] == [False, False, True, True]
