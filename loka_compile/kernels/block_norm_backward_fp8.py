@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels import grid_barrier as grid
+from loka_compile.kernels import turned
 from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
@@ -47,8 +48,7 @@ def _gradients(
     tile, G, Y, RSTD, XT, M, N, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr,
     ACT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile as four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3: a thread then has four neighbours of a row
-    of the transpose, packs them into a word, and threads exchange words. On the way the transpose of the activation."""
+    """dx of a tile as four tiles (see kernels/turned.py), and on the way the transpose of the activation."""
     grid_n = tl.cdiv(N, BLOCK_N)
     pid_m, pid_n = tile // grid_n, tile % grid_n
     rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
@@ -60,22 +60,8 @@ def _gradients(
         x = dev.pack4(
             dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
         )  # fmt: skip
-        _store_turned(XT, x, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS)
+        turned.store_turned(XT, x, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS)
     return d0, d1, d2, d3
-
-
-@triton.jit
-def _store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
-    """Words of four FP8 rows each as rows of the transpose, which are ``words`` long; M bytes if 4 does not divide M."""
-    packed = tl.trans(packed)
-    row = rn.to(tl.int64)[:, None]
-    if WORDS:
-        at = T.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :]
-        tl.store(at, packed, mask=(rn[:, None] < N) & (rw[None, :] < words))
-    else:
-        at = T.to(tl.pointer_type(tl.uint8), bitcast=True) + row * M + 4 * rw[None, :]
-        for i in tl.static_range(4):
-            tl.store(at + i, (packed >> (8 * i)).to(tl.uint8), mask=(rn[:, None] < N) & (4 * rw[None, :] + i < M))
 
 
 @triton.jit
@@ -86,23 +72,12 @@ def _write(
     grid_n = tl.cdiv(N, BLOCK_N)
     rw = (tile // grid_n) * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
     rn = (tile % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    for i in tl.static_range(4):
-        rm = 4 * rw + i
-        mask = (rm[:, None] < M) & (rn[None, :] < N)
-        offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
-        if WRITE_DX:
-            tl.store(DX + offset, d[i].to(DX.dtype.element_ty), mask=mask)
-        if WRITE_Q:
-            tl.store(Q + offset, dev.to_fp8(d[i], inverse, Q.dtype.element_ty, LIMIT, PTX), mask=mask)
-    if WRITE_QT:
-        packed = dev.pack4(d[0], d[1], d[2], d[3], inverse, QT.dtype.element_ty, LIMIT, PTX)
-        _store_turned(QT, packed, rw, rn, M, N, words, WORDS)
-
-
-@triton.jit
-def _largest(d):
-    best = tl.maximum(tl.maximum(dev.bits(d[0]), dev.bits(d[1])), tl.maximum(dev.bits(d[2]), dev.bits(d[3])))
-    return tl.max(tl.max(best, axis=1), axis=0)
+    if WRITE_DX:
+        for i in tl.static_range(4):
+            rm = 4 * rw + i
+            at = DX + rm.to(tl.int64)[:, None] * N + rn[None, :]
+            tl.store(at, d[i].to(DX.dtype.element_ty), mask=(rm[:, None] < M) & (rn[None, :] < N))
+    turned.write4(d, inverse, Q, QT, rw, rn, M, N, words, LIMIT, WRITE_Q, WRITE_QT, WORDS, PTX)
 
 
 @triton.jit
@@ -118,12 +93,12 @@ def _backward_fp8_kernel(
         d = _gradients(
             first, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
         )  # fmt: skip
-        best = _largest(d)
+        best = turned.largest_of4(d)
     elif PHASE != 2:
         best = tl.zeros((), dtype=tl.int32)
         for tile in range(first, tiles, step):
             d = _gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
-            best = tl.maximum(best, _largest(d))
+            best = tl.maximum(best, turned.largest_of4(d))
     if PHASE != 2:
         grid.report(STATE, 0, best)
     if PHASE == 0:

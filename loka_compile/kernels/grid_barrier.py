@@ -32,6 +32,7 @@ def report(STATE, index, largest_bits):
 def meet(STATE):
     """Wait until every program of the launch has come here; what they reported before is then there to be read."""
     count = tl.num_programs(0)
+    tl.debug_barrier()  # what other threads of this program reported comes before the next line
     tl.atomic_add(STATE, 1, sem="acq_rel")
     waiting = tl.atomic_add(STATE, 0, sem="acquire") < count
     while waiting:

@@ -67,10 +67,11 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
 
 
 def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:
-    """A cooperative launch of two programs a multiprocessor fails unless two of them fit; nothing may be spilt for it."""
-    assert len(compiled["meeting"]) == 6
+    """A cooperative launch of several programs a multiprocessor fails unless they fit; nothing may be spilt for it."""
+    assert len(compiled["meeting"]) == 7
     for case, (kernel,) in compiled["meeting"].items():
+        resident = 4 if case == "weights" else 2
         # An odd batch writes its transposes byte by byte.
         assert kernel["stack"] == 0 or case == "199x3456 True", case
-        assert 2 * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
-        assert 2 * kernel["shared"] <= SHARED, case
+        assert resident * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
+        assert resident * kernel["shared"] <= SHARED, case

@@ -31,12 +31,13 @@ from loka_compile.report import Report
 aten = torch.ops.aten
 
 
-def gradients(graph: fx.Graph, found: list[Quantise], report: Report, save_fp8: bool = False) -> int:
+def gradients(
+    graph: fx.Graph, found: list[Quantise], report: Report, states: dict[torch.device, fx.Node], save_fp8: bool = False
+) -> int:
     """Fuse what stands around every ``loka::block_norm_backward``; returns how many operators were emitted.
 
     With ``save_fp8`` the forward keeps the normalised values for them in FP8.
     """
-    states: dict[torch.device, fx.Node] = {}
     return sum(
         _gradient(graph, node, found, report, states, save_fp8)
         for node in list(graph.nodes)
@@ -72,9 +73,7 @@ def _gradient(
         kept = _in_fp8(graph, strip(y)) if save_fp8 else strip(y)
         operands = [_flat(graph, n) for n in (source, kept, rstd)]
         if meets:
-            if value.device not in states:
-                (states[value.device],) = emit(graph, norm, torch.ops.loka.meeting_state.default, (operands[0],))
-            args = [*operands, states[value.device], block, activation is not None]
+            args = [*operands, state_of(graph, norm, operands[0], states), block, activation is not None]
             dx, xt = _in_one(graph, norm, args, consumers, bool(copies))
         else:
             dx, amax, xt = emit(
@@ -100,6 +99,14 @@ def _gradient(
         second = ", FP8 gradient in both layouts in a second" if consumers else ""
         report.fusions.append(f"{name}: {words} + amax{extra} in one kernel{second}")
     return 1
+
+
+def state_of(graph: fx.Graph, like: fx.Node, value: fx.Node, states: dict[torch.device, fx.Node]) -> fx.Node:
+    """What the kernels on the device of ``value`` meet with, made at the insertion point if there is none yet."""
+    device = value.meta["val"].device
+    if device not in states:
+        (states[device],) = emit(graph, like, torch.ops.loka.meeting_state.default, (value,))
+    return states[device]
 
 
 def _in_fp8(graph: fx.Graph, y: fx.Node) -> fx.Node:

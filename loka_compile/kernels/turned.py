@@ -1,0 +1,50 @@
+"""FP8 transposes turned as words, which costs a quarter of the exchanges between threads that bytes cost.
+
+A tile is held as four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3: a thread then has four neighbours of a row of
+the transpose, packs them into an int32 (:func:`loka_compile.kernels.device.pack4`), and threads exchange those. That also
+keeps clear of Triton 3.6's wrong code for some transposed FP8 stores (triton-lang/triton #11111).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loka_compile.kernels import device as dev
+
+
+@triton.jit
+def store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
+    """Words of four FP8 rows each as rows of the transpose, which are ``words`` long; M bytes if 4 does not divide M."""
+    packed = tl.trans(packed)
+    row = rn.to(tl.int64)[:, None]
+    if WORDS:
+        at = T.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :]
+        tl.store(at, packed, mask=(rn[:, None] < N) & (rw[None, :] < words))
+    else:
+        at = T.to(tl.pointer_type(tl.uint8), bitcast=True) + row * M + 4 * rw[None, :]
+        for i in tl.static_range(4):
+            tl.store(at + i, (packed >> (8 * i)).to(tl.uint8), mask=(rn[:, None] < N) & (4 * rw[None, :] + i < M))
+
+
+@triton.jit
+def largest_of4(x):
+    """The largest of four tiles, as :func:`loka_compile.kernels.device.bits`."""
+    best = tl.maximum(tl.maximum(dev.bits(x[0]), dev.bits(x[1])), tl.maximum(dev.bits(x[2]), dev.bits(x[3])))
+    return tl.max(tl.max(best, axis=1), axis=0)
+
+
+@triton.jit
+def write4(
+    x, inverse, Q, QT, rw, rn, M, N, words, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Four tiles times ``inverse`` in FP8: as the rows 4 * rw + i of Q [M, N], and as columns of QT [N, M]."""
+    if WRITE_Q:
+        for i in tl.static_range(4):
+            rm = 4 * rw + i
+            q = dev.to_fp8(x[i], inverse, Q.dtype.element_ty, LIMIT, PTX)
+            tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=(rm[:, None] < M) & (rn[None, :] < N))
+    if WRITE_QT:
+        packed = dev.pack4(x[0], x[1], x[2], x[3], inverse, QT.dtype.element_ty, LIMIT, PTX)
+        store_turned(QT, packed, rw, rn, M, N, words, WORDS)
