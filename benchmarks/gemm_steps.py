@@ -8,6 +8,7 @@ its layers' steps in a row, timed as one CUDA graph.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,13 @@ from loka_compile.bench.timing import Call, Timer
 from loka_compile.bench.workload import Layer
 from loka_compile.costs import CostTable
 from loka_compile.costs.file import may_be_padded
-from loka_compile.gemm import Role
+from loka_compile.costs.padded import padded_latency
+from loka_compile.gemm import Gemm, Role
 from loka_compile.header import Header
 from loka_compile.lowering.providers import get_provider
 from loka_compile.plan import Plan, make_plan
-from loka_compile.selection.operands import OPERANDS, TRANSPOSED, form
+from loka_compile.probe.site_errors import forms
+from loka_compile.selection.operands import OPERANDS, TRANSPOSED
 from loka_compile.table import BASELINE, Measurement, Table
 
 #: Provider and recipe.
@@ -148,15 +151,25 @@ class LayerStep:
         return pieces[repr(self)]
 
 
-def step_of(layer: LinearLayer, choose: Callable[[Role], Candidate]) -> LayerStep:
-    """All products of a layer, ``choose`` giving the kernel of each role; what a kernel refuses stays native."""
+def step_of(layer: LinearLayer, choose: Callable[[Role], Candidate], *, pad: bool = True) -> LayerStep:
+    """All products of a layer, ``choose`` giving the kernel of each role.
+
+    What a kernel refuses stays native; with ``pad``, it is padded to what the kernel takes, as our lowering does it.
+    """
     choices = []
     for role in layer.roles:
         provider, recipe = choose(role)
-        gemm, kernel = layer.layer.gemm(role, "bfloat16"), get_provider(provider)
-        refused = (provider, recipe) != BASELINE and kernel.refuses_shape(gemm, kernel.recipe(recipe))
-        choices.append((role, BASELINE if refused else (provider, recipe)))
+        native = (provider, recipe) == BASELINE or _refused(
+            layer.layer.gemm(role, "bfloat16"), provider, recipe, pad=pad
+        )
+        choices.append((role, BASELINE if native else (provider, recipe)))
     return LayerStep(layer.batch, layer.inputs, layer.outputs, tuple(choices))
+
+
+def _refused(gemm: Gemm, provider: str, recipe: str, *, pad: bool) -> bool:
+    kernel = get_provider(provider)
+    chosen = kernel.recipe(recipe)
+    return kernel.refuses_shape(kernel.padded(gemm, chosen) if pad else gemm, chosen) is not None
 
 
 def plan_of(layers: Sequence[LinearLayer], costs: CostTable, min_speedup: float = 1.05) -> Plan:
@@ -173,29 +186,24 @@ def plan_of(layers: Sequence[LinearLayer], costs: CostTable, min_speedup: float 
 
 
 def _row(layer: LinearLayer, role: Role, candidate: Candidate, costs: CostTable) -> Measurement | None:
+    """A candidate's line of the table, of the GEMM as it is padded; as loka_compile/probe/site_errors.py makes it."""
     gemm = layer.layer.gemm(role, "bfloat16")
-    latency, recipe = costs.latency(gemm, *candidate), None
-    if candidate != BASELINE:
-        provider = get_provider(candidate[0])
-        recipe = provider.recipe(candidate[1])
-        if latency is None or provider.refuses_shape(gemm, recipe):
-            return None
-    assert latency is not None
-    forms = {}
-    if recipe is not None:
-        turned = TRANSPOSED[role]
-        forms = {
-            "a_form": form(recipe.a, recipe.a_dtype, turned[0]),
-            "a_once_us": latency.quantize_a_us - latency.a_layout_us,
-            "a_layout_us": latency.a_layout_us,
-            "b_form": form(recipe.b, recipe.b_dtype, turned[1]),
-            "b_once_us": latency.quantize_b_us - latency.b_layout_us,
-            "b_layout_us": latency.b_layout_us,
-        }
-    return Measurement(
+    row = Measurement(
         layer.site, role.value, layer.batch, layer.batch, layer.outputs, layer.inputs, "bfloat16", *candidate,
-        quantize_us=latency.quantize_us, gemm_us=latency.gemm_us, baseline_us=costs.baseline(gemm), mere=0.0,
-        **forms,
+        baseline_us=costs.baseline(gemm), gemm_us=costs.baseline(gemm), quantize_us=0.0, mere=0.0,
+    )  # fmt: skip
+    if candidate == BASELINE:
+        return row
+    provider = get_provider(candidate[0])
+    recipe = provider.recipe(candidate[1])
+    latency = padded_latency(costs, gemm, provider, recipe)
+    if latency is None or provider.refuses_shape(provider.padded(gemm, recipe), recipe):
+        return None
+    a_form, b_form = forms(gemm, provider, recipe)
+    return dataclasses.replace(
+        row, quantize_us=latency.quantize_us, gemm_us=latency.gemm_us,
+        a_form=a_form, a_once_us=latency.quantize_a_us - latency.a_layout_us, a_layout_us=latency.a_layout_us,
+        b_form=b_form, b_once_us=latency.quantize_b_us - latency.b_layout_us, b_layout_us=latency.b_layout_us,
     )  # fmt: skip
 
 

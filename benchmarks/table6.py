@@ -5,7 +5,7 @@
 Three parts, all measured with CUDA graphs, quantisation included, bf16 operands of random numbers:
 
 1. all GEMMs of a training step of Wukong (``examples.models``, size h200, batch 8192): bf16, each recipe applied
-   everywhere (what it refuses stays bf16), and the plan that follows from the cost table;
+   everywhere (what it refuses stays bf16), and the plan that follows from the cost table (which pads where that pays);
 2. every different layer of which the plan puts something into FP8: bf16, the plan, and the plan with one of its GEMMs
    put back to bf16. A GEMM's speed-up is what putting it back costs, so that a quantisation that it shares with
    another is not counted as its own: none may be below 1;
@@ -99,7 +99,7 @@ def model_group(name: str, layers: Sequence[LinearLayer], plan: Plan, single: Se
     # Before the recipes: what is compiled first is ready first.
     arms["plan"] = [step_of(layer, chooser(plan, layer.site)) for layer in layers]
     for recipe in single:
-        arms[recipe] = [step_of(layer, SINGLE[recipe].__getitem__) for layer in layers]
+        arms[recipe] = [step_of(layer, SINGLE[recipe].__getitem__, pad=False) for layer in layers]
     return Group(name, arms)
 
 

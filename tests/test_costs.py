@@ -13,6 +13,7 @@ from scipy.optimize import nnls
 
 from loka_compile.costs import CostTable, target_of_device_name
 from loka_compile.costs.file import parse
+from loka_compile.costs.padded import padded_latency
 from loka_compile.costs.surface import fit_relative
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import (
@@ -326,3 +327,23 @@ def test_a_padded_result_is_cut_before_the_norm():
     assert provider.padded(whole, recipe).norm == "epilogue"  # only the contraction is padded
     assert provider.padded(replace(whole, n=1000 + 3), recipe).norm == "apart"
     assert provider.padded(replace(whole, n=1000 + 3, norm=""), recipe).norm == ""
+
+
+def test_a_padded_gemm_is_no_faster_than_the_unpadded_baseline_where_nothing_comparable_was_measured():
+    """8192x512x13 is padded to k = 16, of which no kernel was measured; nor may the cut of a result be free."""
+    shipped = CostTable.load("h200")
+    torch, triton = get_provider("torch"), get_provider("triton")
+    narrow = gemm(8192, 512, 13)
+    found = padded_latency(shipped, narrow, torch, torch.recipe("rowwise_fast"))
+    assert not found.comparable
+    assert found.gemm_us == shipped.baseline(narrow) > shipped.baseline(gemm(8192, 512, 16))
+    wide = gemm(8192, 1024, 512)
+    assert padded_latency(shipped, wide, torch, torch.recipe("rowwise")) == shipped.latency(wide, "torch", "rowwise")
+    # k is padded by both, n by torch alone.
+    odd, even = gemm(8192, 479, 1019), gemm(8192, 480, 1024)
+    cut = padded_latency(shipped, odd, torch, torch.recipe("rowwise")).gemm_us
+    assert cut == pytest.approx(
+        shipped.latency(even, "torch", "rowwise").gemm_us + shipped.moving_us(2 * 2 * 8192 * 479), rel=1e-9
+    )
+    whole = padded_latency(shipped, odd, triton, triton.recipe("rowwise")).gemm_us
+    assert whole == shipped.latency(gemm(8192, 479, 1024), "triton", "rowwise").gemm_us

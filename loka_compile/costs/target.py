@@ -99,7 +99,7 @@ class CostTable:
         }
 
     def _gemm_surface(self, key: GemmKey, points: dict[Shape, float]) -> Surface:
-        width = _width(key[3]) if key[:2] == BASELINE else 1
+        width = element_bytes(key[3]) if key[:2] == BASELINE else 1
 
         def features(shape: Shape) -> tuple[float, float, float, float]:
             """Launch; the serial walk of one tile along k; megaflops; megabytes of inputs and output."""
@@ -231,7 +231,7 @@ class CostTable:
         time, _, _ = self._gemm_us(*BASELINE, gemm)
         if time is None:
             return math.nan
-        return min(time, self.padded_us(gemm)) + self._norm_us(gemm, fusable=_width(gemm.dtype) == 2)
+        return min(time, self.padded_us(gemm)) + self._norm_us(gemm, fusable=element_bytes(gemm.dtype) == 2)
 
     def padded_us(self, gemm: Gemm) -> float:
         """``gemm`` in high precision where Inductor pads it: operands copied to rows of 16 bytes, the result a view.
@@ -241,7 +241,7 @@ class CostTable:
         m, n, k = gemm.m, gemm.n, gemm.k
         if not may_be_padded(gemm.role.value, m, n, k, gemm.dtype):
             return math.inf
-        width = _width(gemm.dtype)
+        width = element_bytes(gemm.dtype)
         step = 16 // width
         wide = replace(gemm, **{letter: -(-getattr(gemm, letter) // step) * step for letter in "mnk"})
         time, _, comparable = self._gemm_us(*BASELINE, wide)
@@ -256,7 +256,7 @@ class CostTable:
         a GEMM that is ``fusable``: a launch, and the result written and read once more."""
         if not (gemm.norm and self.has_fused_kernels) or (fusable and gemm.norm == "epilogue"):
             return 0.0
-        return self.moving_us(2 * gemm.m * gemm.n * _width(gemm.dtype))
+        return self.moving_us(2 * gemm.m * gemm.n * element_bytes(gemm.dtype))
 
     def bytes_us(self, size: int) -> float:
         """Microseconds that a kernel takes longer for that many bytes, at the bandwidth of the data sheet."""
@@ -326,7 +326,7 @@ class CostTable:
         if fused and scaling is Scaling.TENSORWISE and self.has_fused_kernels and not (bound and not transposed):
             # The producer writes one FP8 byte more per element; weights are read for it as well.
             is_weight = rows == gemm.n and gemm.role is not Role.GRAD_WEIGHT
-            width = 1 + (_width(gemm.dtype) if is_weight else 0)
+            width = 1 + (element_bytes(gemm.dtype) if is_weight else 0)
             return self._per_megabyte * width * rows * contraction * _MEGA
         if scaling is Scaling.BLOCK_128X128 and not any(key[0] is scaling for key in self.quantizers):
             scaling = Scaling.BLOCK_1X128
@@ -377,13 +377,14 @@ def _moved(shape: Shape, width: int) -> float:
     return (width * (m * k + n * k) + max(2, width) * m * n) * _MEGA
 
 
-def _width(dtype: str) -> int:
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element: of fp32, or of bf16 and fp16."""
     return 4 if dtype == "float32" else 2
 
 
 def _quantize_bytes(scaling: Scaling, dtype: str) -> int:
     """Bytes that a quantiser moves per element: what it reads (tensorwise: twice), and one byte written."""
-    return (2 if scaling is Scaling.TENSORWISE else 1) * _width(dtype) + 1
+    return (2 if scaling is Scaling.TENSORWISE else 1) * element_bytes(dtype) + 1
 
 
 @functools.cache

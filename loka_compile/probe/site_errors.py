@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from loka_compile.costs.padded import padded_latency
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
 from loka_compile.probe.gate import Effort, Score, remarks, score, worse
 from loka_compile.probe.runs import Candidate, Operand, Pair, Runs
@@ -135,22 +136,19 @@ class SiteErrors:
             saved = gemm.m * gemm.k * (self.dtype.itemsize - 1)
         if self.costs is None:
             return dataclasses.replace(row, saved_bytes=saved)
-        padded = provider.padded(gemm, recipe)
-        latency = self.costs.latency(padded, provider.name, recipe)
+        latency = padded_latency(self.costs, gemm, provider, recipe)
         a_stored, b_stored = self._stored_us(gemm, recipe)
         row = dataclasses.replace(
             row, baseline_us=self.costs.baseline(gemm), saved_bytes=saved, a_stored_us=a_stored, b_stored_us=b_stored
         )  # fmt: skip
         if latency is None:
             return dataclasses.replace(row, quantize_us=math.nan, gemm_us=math.nan)
-        a_form, b_form = _forms(gemm, provider, recipe)
-        # A padded result is cut: read and written once more.
-        cut_bytes = 2 * gemm.m * gemm.n * self.dtype.itemsize if (padded.m, padded.n) != (gemm.m, gemm.n) else 0
+        a_form, b_form = forms(gemm, provider, recipe)
         return dataclasses.replace(
             row,
             quantize_us=latency.quantize_us,
-            gemm_us=latency.gemm_us + self.costs.moving_us(cut_bytes),
-            speed_source=self.costs.source(padded, provider.name, recipe.name),
+            gemm_us=latency.gemm_us,
+            speed_source=self.costs.source(provider.padded(gemm, recipe), provider.name, recipe.name),
             a_form=a_form, a_once_us=latency.quantize_a_us - latency.a_layout_us, a_layout_us=latency.a_layout_us,
             b_form=b_form, b_once_us=latency.quantize_b_us - latency.b_layout_us, b_layout_us=latency.b_layout_us,
         )  # fmt: skip
@@ -286,7 +284,7 @@ class SiteErrors:
         return row
 
 
-def _forms(gemm: Gemm, provider: Provider, recipe: Recipe) -> tuple[str, str]:
+def forms(gemm: Gemm, provider: Provider, recipe: Recipe) -> tuple[str, str]:
     """The forms that the operands are quantised in. Providers share one quantiser unless they bring their own."""
     from loka_compile.lowering.providers.base import Provider as Common
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from loka_compile.gemm import Gemm, Role
 from loka_compile.lowering.providers import get_provider
-from loka_compile.probe.site_errors import _forms
+from loka_compile.probe.site_errors import forms
 from loka_compile.selection.operands import OPERANDS, TRANSPOSED, form, tensor
 from loka_compile.table import BASELINE, Header, Measurement, Table
 
@@ -160,13 +160,13 @@ def test_a_padded_operand_is_another_form():
     """K = 13 is padded to 16 wherever it is; M = 199 in grad_weight alone, whose contraction it is."""
     provider = get_provider("torch")
     recipe = provider.recipe("tensorwise")
-    forms = {}
+    found = {}
     for role, shape in {"forward": (199, 384, 13), "grad_input": (199, 13, 384), "grad_weight": (384, 13, 199)}.items():
-        a, b = _forms(Gemm("a#0", Role(role), *shape), provider, recipe)
-        forms.update({(role, what): name for what, name in zip(OPERANDS[Role(role)], (a, b), strict=True)})
+        a, b = forms(Gemm("a#0", Role(role), *shape), provider, recipe)
+        found.update({(role, what): name for what, name in zip(OPERANDS[Role(role)], (a, b), strict=True)})
     # As stored: x [M, K], dy [M, N], W [N, K].
     fp8 = "tensorwise float8_e4m3fn"
-    assert forms == {
+    assert found == {
         ("forward", "input"): f"{fp8} padded 1x16", ("forward", "weight"): f"{fp8} padded 1x16",
         ("grad_input", "grad_output"): fp8, ("grad_input", "weight"): f"{fp8} padded 1x16",
         ("grad_weight", "grad_output"): f"{fp8} padded 16x1", ("grad_weight", "input"): f"{fp8} padded 16x16",

@@ -203,9 +203,10 @@ def test_the_first_group_that_is_ready_is_timed_first(monkeypatch):
 
 def test_what_a_kernel_refuses_stays_native():
     layer = LinearLayer("a", 48, 13, 32, tuple(Role))
-    assert step_of(layer, lambda _: ("torch", "tensorwise")).is_native  # K = 13 is n or k of every role
+    assert step_of(layer, lambda _: ("torch", "tensorwise"), pad=False).is_native  # K = 13 is n or k of every role
+    assert not step_of(layer, lambda _: ("torch", "tensorwise")).is_native  # padded, as the lowering does it
     layer = LinearLayer("a", 50, 32, 32, tuple(Role))
-    step = step_of(layer, lambda _: ("torch", "tensorwise"))
+    step = step_of(layer, lambda _: ("torch", "tensorwise"), pad=False)
     assert dict(step.choices)[FORWARD] == ("torch", "tensorwise")
     assert dict(step.choices)[GRAD_WEIGHT] == BASELINE  # a batch of 50 is its contraction
 
