@@ -3,7 +3,8 @@
     python benchmarks/backward_sweep.py --out results/ --seconds 60
 
 Gradient: HardSwish' + BlockNorm' + FP8 in both layouts + FP8 transpose of the activation, in one kernel whose programs
-meet, by configuration (rows of a tile, warps, programs of a multiprocessor), against two kernels. Grad_weights: four
+meet, by configuration (rows of a tile, warps, programs of a multiprocessor), against two kernels. The same in the
+epilogue of the grad_input GEMM, against cuBLASLt and that kernel. Grad_weights: four
 FP8 GEMMs of one shape in one launch, by configuration, against four of cuBLASLt. Medians of CUDA-graph replays, arms of
 a shape interleaved, inputs rotated past the L2. Results are written shape by shape.
 """
@@ -33,6 +34,10 @@ WEIGHTS = ((512, 4096), (1024, 4096), (2048, 4096))
 #: Rows, columns and K of a tile, warps, stages.
 GROUPED = ((128, 128, 128, 4, 4), (128, 128, 128, 8, 4), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
            (128, 256, 128, 8, 3), (128, 256, 128, 8, 4), (256, 128, 128, 8, 4), (128, 256, 64, 8, 4))  # fmt: skip
+
+#: Rows and K of a tile, warps, stages, by descriptors.
+FUSED = ((64, 128, 8, 4, False), (64, 128, 8, 4, True), (64, 64, 8, 4, False), (128, 128, 16, 3, True),
+         (128, 128, 8, 3, True))  # fmt: skip
 
 Arms = dict[str, list[Callable[[], object]]]
 
@@ -93,6 +98,37 @@ def weights(width: int, batch: int) -> Arms:
     return arms
 
 
+def grad_inputs(width: int, batch: int) -> Arms:
+    """Arms of a grad_input GEMM [batch, width] x [width, width] and the gradient of the layer below."""
+    from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
+    from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
+    from loka_compile.kernels.grid_barrier import STATE
+
+    sets = [
+        (torch.randn(batch, width, device="cuda").to(E4M3), torch.randn(width, width, device="cuda").to(E4M3),
+         torch.randn(batch, width, device="cuda").bfloat16())
+        for _ in range(copies_past_l2(6 * width * batch))
+    ]  # fmt: skip
+    s, rstd = torch.full((), 0.1, device="cuda"), torch.rand(batch, -(-width // 256), device="cuda") + 0.5
+    state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
+    rest = {"block": 256, "hardswish": True, "dtype": E4M3, "with_xt": True}
+
+    def two(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> object:
+        g = torch._scaled_mm(a, b.t(), s, s, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return block_norm_backward_fp8(g, y, rstd, state, **rest)
+
+    def one(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, config: GemmConfig) -> object:
+        return grad_input_fp8(a, b, s, s, y, rstd, state, fast=True, config=config, **rest)
+
+    arms: Arms = {"cuBLASLt and a kernel": [lambda t=t: two(*t) for t in sets]}
+    for m, k, warps, stages, tma in FUSED:
+        config = GemmConfig(m, 256, k, warps, stages, tma=tma)
+        name = f"{(m, 256, k, warps, stages)}{' TMA' * tma}"
+        if -(-batch // m) * -(-width // 256) <= torch.cuda.get_device_properties(0).multi_processor_count:
+            arms[name] = [lambda t=t, c=config: one(*t, c) for t in sets]
+    return arms
+
+
 def working(arms: Arms, log: Callable[[str], None]) -> Arms:
     """The arms whose first call succeeds."""
     found: Arms = {}
@@ -120,6 +156,7 @@ def main() -> None:
         print(f"[{time.time() - start:4.0f}s] {text}", flush=True)
 
     shapes = [(gradients, s) for s in GRADIENTS[:2]] + [(weights, s) for s in WEIGHTS[:2]]
+    shapes += [(grad_inputs, s) for s in WEIGHTS[:2]]
     shapes += [(gradients, s) for s in GRADIENTS[2:]] + [(weights, s) for s in WEIGHTS[2:]]
     for make, shape in shapes:
         name = f"{make.__name__} {shape[0]}x{shape[1]}"

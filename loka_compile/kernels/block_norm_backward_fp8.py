@@ -22,17 +22,16 @@ from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
 @triton.jit
-def _gradient(
-    rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+def through(
+    g, rm, pid_n, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """dx of the rows ``rm`` in fp32, zero outside the tensor, and their y."""
-    ROWS: tl.constexpr = rm.shape[0]
+    """The gradient g of the rows ``rm`` taken through HardSwish and BlockNorm, and their y; fp32, zero outside."""
+    ROWS: tl.constexpr = g.shape[0]
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
     blocks = tl.cdiv(N, NORM)
     mask = (rm[:, None] < M) & (rn[None, :] < N)
     offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
-    g = tl.load(G + offset, mask=mask, other=0.0).to(tl.float32)
     y = dev.saved(tl.load(Y + offset, mask=mask, other=0.0), Y.dtype.element_ty)
     rstd = tl.load(
         RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
@@ -41,6 +40,26 @@ def _gradient(
         g = g * dev.hardswish_derivative(y)
     mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM)
     return dev.over_block(g - dev.over_block(y, mean, ROWS, BLOCK_N, NORM), rstd, ROWS, BLOCK_N, NORM), y
+
+
+@triton.jit
+def _gradient(
+    rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """dx of the rows ``rm`` in fp32, zero outside the tensor, and their y."""
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    g = tl.load(G + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+    return through(g, rm, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+
+
+@triton.jit
+def store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """``fp8(HardSwish(y) * 16)`` of four tiles, transposed."""
+    x = dev.pack4(
+        dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
+    )  # fmt: skip
+    turned.store_turned(XT, x, rw, rn, M, N, words, WORDS)
 
 
 @triton.jit
@@ -57,10 +76,7 @@ def _gradients(
     d2, y2 = _gradient(4 * rw + 2, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     d3, y3 = _gradient(4 * rw + 3, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     if WRITE_XT:
-        x = dev.pack4(
-            dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
-        )  # fmt: skip
-        turned.store_turned(XT, x, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS)
+        store_activation(XT, y0, y1, y2, y3, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS, PTX)
     return d0, d1, d2, d3
 
 

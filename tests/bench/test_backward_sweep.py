@@ -22,6 +22,7 @@ def test_shapes_are_written_and_broken_arms_left_out(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(backward_sweep, "gradients", gradients)
     monkeypatch.setattr(backward_sweep, "weights", weights)
+    monkeypatch.setattr(backward_sweep, "grad_inputs", weights)
     monkeypatch.setattr(backward_sweep, "measure", lambda arms, rounds: {name: c[0]() for name, c in arms.items()})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sys, "argv", ["backward_sweep.py", "--out", str(tmp_path)])
@@ -29,7 +30,7 @@ def test_shapes_are_written_and_broken_arms_left_out(monkeypatch: pytest.MonkeyP
     found = json.loads((tmp_path / "backward_sweep.json").read_text())["us"]
     assert found["gradients 4096x512"] == {"two kernels": 4096}
     assert found["weights 1024x4096"] == {"cuBLASLt, one by one": 1024}
-    assert len(found) == len(backward_sweep.GRADIENTS) + len(backward_sweep.WEIGHTS)
+    assert len(found) == len(backward_sweep.GRADIENTS) + len(backward_sweep.WEIGHTS)  # both kinds of weights: one name
     (tmp_path / "backward_sweep.json").unlink()
     monkeypatch.setattr(sys, "argv", ["backward_sweep.py", "--out", str(tmp_path), "--seconds", "-1"])
     backward_sweep.main()

@@ -19,6 +19,7 @@ from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 from loka_compile.kernels.cast import cast_transpose, quantize_weights
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.kernels.gemm_block_norm import launch
+from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.grouped_gemm import grouped_gemm
 from loka_compile.kernels.split_k import gemm_split_k
@@ -171,6 +172,25 @@ def test_backward_in_fp8(m: int, n: int, hardswish: bool, dtype: torch.dtype) ->
     )  # fmt: skip
     assert [t.numel() for t in only] == [0, 0, m * n, 1, 0]
     assert torch.equal(only[2].float(), qt.float())
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("m", "n", "k", "hardswish"), [(7, 384, 48, True), (40, 512, 32, False), (33, 100, 16, True)])
+def test_grad_input_with_the_gradient_below(m: int, n: int, k: int, hardswish: bool, tma: bool) -> None:
+    a, b, y, rstd = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 2, torch.rand(m, -(-n // 256)) + 0.5
+    s, t, state = torch.tensor(0.5), torch.tensor(3.0), torch.zeros(STATE, dtype=torch.int32)
+    q, qt, scale, xt = grad_input_fp8(
+        a, b, s, t, y, rstd, state, block=256, hardswish=hardswish, dtype=torch.float8_e4m3fn, fast=True,
+        config=GemmConfig(block_m=16, block_k=16, tma=tma), with_xt=True,
+    )  # fmt: skip
+    product = 1.5 * a.double() @ b.double().t()
+    expected = ref.block_norm_backward_ref(product, y.double(), rstd.double(), 256, hardswish)
+    assert scale.item() == pytest.approx(expected.abs().max().item() / 448, rel=1e-5)
+    assert torch.equal(q.float().t(), qt.float())
+    # Coarse, because the interpreter's casts are wrong by up to half of the value.
+    assert ((q.double() * scale - expected).abs() <= 0.55 * expected.abs() + scale * 2.0**-8).all()
+    assert ((xt.float().t() - ref.hardswish_fp8_ref(y, 16.0).float()).abs() <= 0.55 * 16 * y.abs() + 2.0**-8).all()
+    assert not state.any()
 
 
 def test_backward_of_values_kept_in_fp8() -> None:

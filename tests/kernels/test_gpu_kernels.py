@@ -110,6 +110,28 @@ def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype) -> None:
         check(grad, found)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 512, 512), (199, 384, 448), (1, 512, 64), (2048, 256, 1024)])
+@pytest.mark.parametrize("tma", [False, True])
+def test_grad_input_with_the_gradient_below(m: int, n: int, k: int, tma: bool) -> None:
+    from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
+    from loka_compile.kernels.grid_barrier import STATE
+
+    a, b, s = fp8(m, k), fp8(n, k), torch.tensor(0.01, device="cuda")
+    y = (torch.randn(m, n, device="cuda") * 1.5).bfloat16()
+    rstd, state = torch.rand(m, -(-n // 256), device="cuda") + 0.5, torch.zeros(STATE, dtype=torch.int32, device="cuda")
+    expected = ref.block_norm_backward_ref(a.double() @ b.double().t() * 1e-4, y.double(), rstd.double(), 256, True)
+    config = GemmConfig(block_m=64, block_k=128, warps=8, stages=4, tma=tma)
+    for _ in range(3):
+        q, qt, scale, xt = grad_input_fp8(
+            a, b, s, s, y, rstd, state, block=256, hardswish=True, dtype=E4M3, fast=True, config=config, with_xt=True
+        )  # fmt: skip
+        assert scale.item() == pytest.approx(expected.abs().max().item() / 448, rel=5e-3)
+        assert relative(q.double() * scale.double(), expected) < 0.04
+        assert torch.equal(q.float().t(), qt.float())
+        assert (xt.float().t() != ref.hardswish_fp8_ref(y, 16.0).float()).float().mean().item() < 1e-2
+        assert not state.any()
+
+
 @pytest.mark.parametrize(("m", "n"), [(199, 384), (4096, 512)])
 def test_backward_of_values_kept_in_fp8(m: int, n: int) -> None:
     from loka_compile.kernels.block_norm_backward import block_norm_backward
