@@ -9,7 +9,8 @@ the partitioner nor fusion looks into, that is re-traced under autograd, and tha
 and a graph per range would be a compile per range. An operator has the same cost in fusion, works alike in all versions,
 and under CUDA graphs, which record every size for itself anyway. What it costs: quantisation happens inside, kernel by
 kernel, and neither fuses with producers nor is shared. So it is used only where a plan holds more than one range and the
-batch is dynamic.
+batch is dynamic. Where all ranges take the same FP8 operands, ``loka::gemm_of_quantised_by_batch`` stands there instead
+and quantisation stays in the graph.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from loka_compile.selection.decision import BatchRange
 from loka_compile.gemm import NATIVE
+from loka_compile.lowering.quantize import Quantized
 
 #: Which of the GEMM's sizes m, n, k the batch is.
 LETTERS = "mnk"
@@ -93,3 +95,28 @@ def _(
     m = a.shape[1] if a_transposed else a.shape[0]
     n = b.shape[1] if b_transposed else b.shape[0]
     return a.new_empty((m, n), dtype=out_dtype)
+
+
+@torch.library.custom_op("loka::gemm_of_quantised_by_batch", mutates_args=())
+def gemm_of_quantised_by_batch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, size: int, ranges: str, out_dtype: torch.dtype
+) -> Tensor:
+    """``A @ B.T`` [m, n] of FP8 operands [m, k] and [n, k] in the kernel that ``ranges`` names for batch size ``size``.
+
+    The operands are padded to what the kernels want, so ``size`` need not be one of theirs.
+    """
+    from loka_compile.lowering.providers import get_provider
+
+    if 0 in (a.shape[0], b.shape[0], a.shape[1]):
+        return a.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
+    provider_name, recipe_name = kernel_of(ranges, size)
+    provider = get_provider(provider_name)
+    recipe = provider.recipe(recipe_name)
+    return provider.compute(Quantized(a, a_scale), Quantized(b, b_scale), recipe, out_dtype).contiguous()
+
+
+@gemm_of_quantised_by_batch.register_fake
+def _(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, size: int, ranges: str, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

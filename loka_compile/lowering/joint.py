@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka_compile._compat.shapes import size_hint
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role
@@ -144,20 +145,43 @@ def _batch_letter(matmul: MatMul) -> str:
 
 def _lower_by_batch(matmul: MatMul, gemm: Gemm, decision: Decision, emulate: bool) -> None:
     """Replace the node by an operator that chooses the kernel when it runs."""
-    parts = []
+    kernels = []
     for part in decision.ranges:
         provider, recipe = executor(part.provider, part.recipe, emulate)
         assert recipe is not None  # _settle has asked
-        parts.append(BatchRange(part.m_from, provider.name, recipe.name))
-    ranges, letter, out_dtype = encode(parts), _batch_letter(matmul), matmul.node.meta["val"].dtype
+        kernels.append((part.m_from, provider, recipe))
+    ranges = encode([BatchRange(start, provider.name, recipe.name) for start, provider, recipe in kernels])
+    letter, out_dtype = _batch_letter(matmul), matmul.node.meta["val"].dtype
+    _, first, recipe = kernels[0]
+    alike = not recipe.is_high_precision and all(p.form(gemm, r) == first.form(gemm, recipe) for _, p, r in kernels)
 
     def compute(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
-        out = torch.ops.loka.gemm_by_batch.default(
-            a, matmul.a.transposed, b, matmul.b.transposed, letter, ranges, out_dtype, gemm.a_bound, gemm.b_bound
-        )
+        if alike:
+            out = _by_batch_of_quantised(matmul, gemm, first, recipe, a, b, ranges)
+        else:
+            out = torch.ops.loka.gemm_by_batch.default(
+                a, matmul.a.transposed, b, matmul.b.transposed, letter, ranges, out_dtype, gemm.a_bound, gemm.b_bound
+            )
         return (out.float() + bias[0].float()).to(out_dtype) if bias else out
 
     replace_matmul(matmul, compute)
+
+
+def _by_batch_of_quantised(
+    matmul: MatMul, gemm: Gemm, provider: Provider, recipe: Recipe, a: Tensor, b: Tensor, ranges: str
+) -> Tensor:
+    """Operands that suit the kernels of all ranges are quantised in the graph, where they fuse and are shared."""
+    m, k = reversed(a.shape) if matmul.a.transposed else a.shape
+    n = b.shape[1] if matmul.b.transposed else b.shape[0]
+    (qa, sa), (qb, sb) = provider.operands(
+        a, matmul.a.transposed, b, matmul.b.transposed, recipe, gemm.a_bound, gemm.b_bound
+    )
+    size = {"m": m, "n": n, "k": k}[_batch_letter(matmul)]
+    out_dtype = matmul.node.meta["val"].dtype
+    out = torch.ops.loka.gemm_of_quantised_by_batch.default(qa, sa, qb, sb, size, ranges, out_dtype)
+    if all(statically_known_true(size == wide) for size, wide in zip((m, n), out.shape, strict=True)):
+        return out
+    return out[:m, :n].contiguous()
 
 
 def _refused(matmul: MatMul, gemm: Gemm, provider_name: str, recipe_name: str, emulate: bool) -> str:

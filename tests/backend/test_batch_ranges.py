@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from loka_compile.config import LokaConfig
 from loka_compile.gemm import Role
 from loka_compile.lowering import hooks
-from loka_compile.lowering.by_batch import encode, gemm_by_batch, kernel_of
+from loka_compile.lowering.by_batch import encode, gemm_by_batch, gemm_of_quantised_by_batch, kernel_of
+from loka_compile.lowering.providers import get_provider
 from loka_compile.plan import BatchRange, Decision, Plan
 from loka_compile.report import Report
 
@@ -202,6 +203,48 @@ def test_auto_makes_ranges_for_a_batch_that_varies(no_codegen, monkeypatch):
     assert again.last.plan.digest() == watch.last.plan.digest()
 
 
+def test_ranges_of_the_same_operands_quantise_in_the_graph(no_codegen, monkeypatch):
+    """Forward and grad_input in one of two rowwise kernels; grad_weight, whose contraction one of them pads, inside."""
+    reason = get_provider("torch").supported(get_provider("torch").recipe("rowwise"), "cpu")
+    if reason:
+        pytest.skip(reason)
+    ran = []
+    for name in ("emulated", "torch"):
+        kind = type(get_provider(name))
+
+        def compute(self, a, b, recipe, out_dtype, original=kind.compute, name=name):
+            ran.append((name, tuple(a.data.shape)))
+            return original(self, a, b, recipe, out_dtype)
+
+        monkeypatch.setattr(kind, "compute", compute)
+    model = Plain((48, 208, 80))
+    exact_model = exact(model)
+    given = plan(ranges=(BatchRange(0, "emulated", "rowwise"), BatchRange(100, "torch", "rowwise")))
+    run = torch.compile(model, backend="loka", options={"plan": given, "mods": "none"}, dynamic=True)
+    rowwise = {str(role): "rowwise" for role in Role}
+    for m in (150, 99, 100, 2):
+        x = torch.randn(m, 48, requires_grad=True)
+        grad = torch.randn(m, 80, dtype=torch.float64)
+        ran.clear()
+        got = train_step(run, model, x, grad)
+        kernel = "torch" if m >= 100 else "emulated"
+        assert {name for name, _ in ran} == {kernel}
+        assert {(kernel, (m, 208)), (kernel, (m, 80))} < set(ran)
+
+        def forward(x):
+            h = torch.relu(x.double() @ exact_model.layers[0].weight.t())
+            return Layer.apply(h, exact_model.layers[1].weight, rowwise, None)
+
+        want = train_step(forward, exact_model, x.double(), grad)
+        for mine, other in ((got[0], want[0]), *((got[1][name], value) for name, value in want[1].items())):
+            assert float((mine.double() - other).abs().max() / other.abs().max()) < 1e-2
+    targets = no_codegen.targets()
+    assert targets["loka.gemm_of_quantised_by_batch.default"] == 2
+    assert targets["loka.gemm_by_batch.default"] == 1
+    # In the graph: both operands of two GEMMs.
+    assert targets["aten.amax.default"] == 4
+
+
 # ------------------------------------------------------------------ the operator
 def test_kernel_of_a_size():
     text = encode(RANGES)
@@ -219,6 +262,22 @@ def test_opcheck(m, ranges):
     torch.library.opcheck(gemm_by_batch, args)
     torch.library.opcheck(gemm_by_batch, (a.t(), True, b.t(), True, "m", ranges, torch.bfloat16, 16.0, None))
     assert gemm_by_batch(*args).shape == (m, 384)
+
+
+@pytest.mark.parametrize("m", [1, 13, 199])
+def test_opcheck_of_quantised_operands(m):
+    provider = get_provider("emulated")
+    a, b = torch.randn(m, 13), torch.randn(384, 13)
+    (qa, sa), (qb, sb) = provider.operands(a, False, b, False, provider.recipe("rowwise"))
+    args = (qa, sa, qb, sb, m, "0=emulated:rowwise", torch.float32)
+    # FP8 arguments: opcheck multiplies tensors in its schema test, which FP8 has not.
+    torch.library.opcheck(
+        gemm_of_quantised_by_batch, args, test_utils=("test_faketensor", "test_autograd_registration")
+    )
+    error = (gemm_of_quantised_by_batch(*args).double() - a.double() @ b.double().t()).abs().max()
+    assert float(error) < 0.1 * float((a.double() @ b.double().t()).abs().max())
+    empty = gemm_of_quantised_by_batch(qa[:0], sa[:0], qb, sb, 0, args[5], torch.bfloat16)
+    assert (empty.shape, empty.dtype) == ((0, 384), torch.bfloat16)
 
 
 def test_plan_written_for_the_primary_kernel_alone_is_unchanged(no_codegen):

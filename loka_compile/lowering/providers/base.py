@@ -183,15 +183,34 @@ class Provider:
         n = b_base.shape[1] if b_transposed else b_base.shape[0]
         if any(statically_known_true(size == 0) for size in (m, n, k)):
             return a_base.new_zeros((m, n), dtype=out_dtype)
-        wanted = self.multiples(recipe)
-        a_base = _pad(a_base, wanted.get("m", 1), wanted.get("k", 1), a_transposed)
-        b_base = _pad(b_base, wanted.get("n", 1), wanted.get("k", 1), b_transposed)
-        a = self.quantize(a_base, recipe.a, getattr(torch, recipe.a_dtype), a_transposed, a_bound)
-        b = self.quantize(b_base, recipe.b, getattr(torch, recipe.b_dtype), b_transposed, b_bound)
+        a, b = self.operands(a_base, a_transposed, b_base, b_transposed, recipe, a_bound, b_bound)
         out = self.compute(a, b, recipe, out_dtype)
         if all(statically_known_true(size == wide) for size, wide in zip((m, n), out.shape, strict=True)):
             return out
         return out[:m, :n].contiguous()
+
+    def operands(
+        self,
+        a_base: Tensor,
+        a_transposed: bool,
+        b_base: Tensor,
+        b_transposed: bool,
+        recipe: Recipe,
+        a_bound: float | None = None,
+        b_bound: float | None = None,
+    ) -> tuple[Quantized, Quantized]:
+        """A and B as :meth:`compute` takes them: padded and quantised. Arguments as of :meth:`gemm`."""
+        wanted = self.multiples(recipe)
+        a_base = _pad(a_base, wanted.get("m", 1), wanted.get("k", 1), a_transposed)
+        b_base = _pad(b_base, wanted.get("n", 1), wanted.get("k", 1), b_transposed)
+        return (
+            self.quantize(a_base, recipe.a, getattr(torch, recipe.a_dtype), a_transposed, a_bound),
+            self.quantize(b_base, recipe.b, getattr(torch, recipe.b_dtype), b_transposed, b_bound),
+        )
+
+    def form(self, gemm: Gemm, recipe: Recipe) -> object:
+        """What :meth:`operands` depends on: kernels of one form can be given the same operands."""
+        return recipe.a, recipe.a_dtype, recipe.b, recipe.b_dtype, [self.padding(gemm, recipe, x) for x in "mnk"]
 
 
 def _pad(x: Tensor, rows: int, contraction: int, transposed: bool) -> Tensor:
