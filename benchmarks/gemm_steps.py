@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,10 +172,22 @@ def _refused(gemm: Gemm, provider: str, recipe: str, *, pad: bool) -> bool:
     return kernel.refuses_shape(kernel.padded(gemm, chosen) if pad else gemm, chosen) is not None
 
 
-def plan_of(layers: Sequence[LinearLayer], costs: CostTable, min_speedup: float = 1.05) -> Plan:
-    """The plan for these layers, with the libraries that are here, by cost alone: no error is known or gated on."""
+def plan_of(
+    layers: Sequence[LinearLayer],
+    costs: CostTable,
+    min_speedup: float = 1.05,
+    providers: Collection[str] | None = None,
+) -> Plan:
+    """The plan for these layers by cost alone: no error is known or gated on.
+
+    ``providers``: whose kernels; None is the libraries that are here.
+    """
     rows = []
-    here = [c for c in costs.candidates() if get_provider(c[0]).supported() is None]
+    here = [
+        (name, recipe)
+        for name, recipe in costs.candidates()
+        if (get_provider(name).supported() is None if providers is None else name in providers)
+    ]
     for layer in layers:
         for role in layer.roles:
             for candidate in (BASELINE, *here):

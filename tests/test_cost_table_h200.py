@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gemm_steps import linear_layers, plan_of
+from benchmarks.gemm_steps import LinearLayer, linear_layers, plan_of
 from benchmarks.leave_one_out import predictions
+from benchmarks.libraries import speedup
 from benchmarks.ship_table import SHIPPED, shipped
 from loka_compile.bench.records import QUANTIZE, Records, Timing, baseline_key, kernel_key
 from loka_compile.bench.workload import gemms, read_layers
@@ -105,9 +106,13 @@ def test_fp8_is_not_said_to_pay_for_thin_products(gemm):
         assert H200.baseline(gemm) / H200.latency(gemm, *candidate).total_us < 1.0, candidate
 
 
+LIBRARIES = {name for name, _ in H200.candidates()}
+
+
 def test_nothing_of_the_demos_model_pays_and_something_of_the_large_one_does():
-    assert set(plan_of(linear_layers("wukong", "demo", 4096), H200).counts()) == {"high_precision:native"}
-    counts = plan_of(linear_layers("wukong", "h200", 8192), H200).counts()
+    small = plan_of(linear_layers("wukong", "demo", 4096), H200, providers=LIBRARIES)
+    assert set(small.counts()) == {"high_precision:native"}
+    counts = plan_of(linear_layers("wukong", "h200", 8192), H200, providers=LIBRARIES).counts()
     assert sum(n for name, n in counts.items() if name != "high_precision:native") > 10
 
 
@@ -120,7 +125,19 @@ def test_rows_off_16_bytes_count_as_inductor_runs_them():
     # Bound by memory: Inductor leaves it, and so does the table.
     thin = Gemm("", Role.FORWARD, 1_048_576, 24, 34)
     assert H200.baseline(thin) == H200.gemms[(*BASELINE, "forward", "bfloat16", True)]((thin.m, thin.n, thin.k))
-    assert set(plan_of(linear_layers("dlrm", "h200", 8192), H200).counts()) == {"high_precision:native"}
+    plan = plan_of(linear_layers("dlrm", "h200", 8192), H200, providers=LIBRARIES)
+    assert set(plan.counts()) == {"high_precision:native"}
+
+
+def test_a_library_more_makes_no_plan_slower():
+    layers = [
+        LinearLayer(layer.name, layer.batch, layer.inputs, layer.outputs, tuple(Role))
+        for layer in read_layers(SHAPES, ["wukong_22GF"])
+    ]
+    alone, kernels = speedup(layers, H200, {"torch"})
+    assert {name.partition(":")[0] for name in kernels} == {"torch", "high_precision"}
+    every, _ = speedup(layers, H200, LIBRARIES)
+    assert every >= alone > 1.5
 
 
 def test_loading_is_quick():
