@@ -196,6 +196,34 @@ def test_rewritten_backward_is_no_less_accurate() -> None:
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.parametrize("read_elsewhere", [False, True])
+def test_a_grad_input_gemm_is_folded_into_the_gradient_below(read_elsewhere: bool) -> None:
+    def two_layers(a: Tensor, b: Tensor, s: Tensor, y: Tensor, rstd: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        grad = fp8_linear(a, b, s, s).view(4, 16, 512)
+        dx = loka.block_norm_backward(aten.hardswish_backward(grad, y), y, rstd, 256)
+        q, scale = quantise(dx.view(64, 512))
+        out = fp8_linear(q, w.to(E4M3), scale, s)
+        return (out, grad.sum(0)) if read_elsewhere else (out,)
+
+    shapes = (((64, 128), E4M3), ((512, 128), E4M3), ((), F32), ((4, 16, 512), BF16), ((4, 16, 2), F32),
+              ((256, 512), BF16))  # fmt: skip
+    gm, report = trace(two_layers, *shapes, device="cpu"), Report()
+    fuse_joint(gm.graph, report)
+    found = targets(gm)
+    assert found["loka.grad_input_fp8.default"] == (0 if read_elsewhere else 1)
+    assert found["loka.block_norm_backward_fp8.default"] == (1 if read_elsewhere else 0)
+    assert found["aten._scaled_mm.default"] == (2 if read_elsewhere else 1)
+    assert sum("gradient below in one kernel" in line for line in report.fusions) == (0 if read_elsewhere else 1)
+    gm.recompile()
+    a, b, s, y = torch.randn(64, 128).to(E4M3), torch.randn(512, 128).to(E4M3), torch.tensor(0.5), torch.randn(4, 16, 512)
+    rstd, w = torch.rand(4, 16, 2) + 0.5, torch.randn(256, 512).bfloat16()
+    y = y.bfloat16()
+    grad = aten.hardswish_backward(0.25 * a.double() @ b.double().t(), y.double().view(64, 512))
+    dx = ref.block_norm_backward_ref(grad, y.double().view(64, 512), rstd.double().view(64, 2), 256, False)
+    assert relative(gm(a, b, s, y, rstd, w)[0], 0.5 * dx @ w.to(E4M3).double().t()) < 0.05
+
+
+@pytest.mark.usefixtures("_emit_on_cpu")
 def test_grad_weights_of_one_shape_are_one_launch() -> None:
     def weights(a: Tensor, b: Tensor, c: Tensor, sa: Tensor, sb: Tensor) -> tuple[Tensor, ...]:
         first, second = fp8_linear(a, b, sa, sb), fp8_linear(b, a, sb, sb).view(64, 64)
@@ -278,6 +306,7 @@ def test_training_through_the_backend_matches_fp64(
     out.backward(grad)
     # The gradient of a first layer in bf16 is read in bf16.
     assert sum("FP8 gradient in both layouts" in line for line in reports()[-1].fusions) == (3 if first == FP8 else 2)
+    assert sum("gradient below in one kernel" in line for line in reports()[-1].fusions) == (2 if first == FP8 else 1)
     launches = [line for line in reports()[-1].fusions if "in one launch" in line]
     assert [line[0] for line in launches] == (["3"] if first == FP8 else ["2"])
     kinds = Counter(line.split(": ")[-1].split(" ")[0] for line in reports()[-1].fusions)

@@ -73,7 +73,7 @@ def _gradient(
         kept = _in_fp8(graph, strip(y)) if save_fp8 else strip(y)
         operands = [_flat(graph, n) for n in (source, kept, rstd)]
         if meets:
-            args = [*operands, state_of(graph, norm, operands[0], states), block, activation is not None]
+            args = [*operands, state_of(graph, norm, operands[2], states), block, activation is not None]
             dx, xt = _in_one(graph, norm, args, consumers, bool(copies))
         else:
             dx, amax, xt = emit(

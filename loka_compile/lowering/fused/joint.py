@@ -19,6 +19,7 @@ from torch import fx
 from loka_compile.gemm import Role
 from loka_compile.lowering.fused.forward import block_refusal, is_sum, on_this_device
 from loka_compile.lowering.fused import configs
+from loka_compile.lowering.fused.grad_input import fold_grad_inputs
 from loka_compile.lowering.fused.gradients import drop_unread, gradients, state_of
 from loka_compile.lowering.fused.grouped import group_grad_weights
 from loka_compile.lowering.fused.match import (
@@ -57,6 +58,8 @@ def fuse_joint(graph: fx.Graph, report: Report, save_fp8: bool = False) -> int:
         sort_topologically(graph)
         graph.eliminate_dead_code()
         drop_unread(graph)
+        if fold_grad_inputs(graph, report):
+            graph.eliminate_dead_code()
         graph.lint()
     logger.info("fused %d places of the joint graph", emitted)
     return emitted
