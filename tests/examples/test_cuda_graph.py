@@ -124,5 +124,5 @@ def test_on_a_gpu_the_same_numbers_as_without(backend: str, monkeypatch: pytest.
     how: dict[str, Any] = {"backend": backend, "deterministic": True, "precision": "bf16"}
     if backend == "loka":
         how["options"] = {"table": "off"}
-    plain, captured = (losses(trainer(graph, "cuda", **how), 24) for graph in (False, True))
+    plain, captured = (losses(trainer(graph, "cuda", **how), 32) for graph in (False, True))
     assert torch.equal(plain, captured)
