@@ -49,6 +49,7 @@ def main(
     arms: Annotated[str, typer.Option(help=f"Comma-separated, out of {', '.join(ARMS)}; default: all.")] = "",
     plan: Annotated[list[str] | None, typer.Option(help="NAME=FILE: one more arm, all Mods and that plan.")] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
+    only_seeds: Annotated[str, typer.Option(help="Train only these of them, such as 0,2; all are compared.")] = "",
     examples: Annotated[int, typer.Option(help="Examples of one run.")] = 20_000_000,
     batch_size: int = 8192,
     window: Annotated[int, typer.Option(help="Steps of one point of a trajectory.")] = 100,
@@ -89,7 +90,8 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--out") from error
     if not report_only:
         able = [arm for arm in chosen if _is_able(arm)]
-        missing = [(arm, [s for s in range(seeds) if not runs.done(arm.name, s)]) for arm in able]
+        wanted = [int(s) for s in only_seeds.split(",")] if only_seeds else range(seeds)
+        missing = [(arm, [s for s in wanted if not runs.done(arm.name, s)]) for arm in able]
         missing = [(arm, left) for arm, left in missing if left]
         how = {"device": device, "cuda_graph": cuda_graph and device.startswith("cuda")}
         limit = time.monotonic() + seconds if seconds else math.inf

@@ -43,7 +43,7 @@ def train_in_processes(
                     arm, seeds = waiting.pop(0)
                     spec = {
                         **how, "setup": setup, "arm": arm.name, "plan": arm.options.get("plan"), "seeds": seeds,
-                        "out": str(runs.folder), "jobs": at_once,
+                        "out": str(runs.folder), "jobs": jobs,
                     }  # fmt: skip
                     gpu = gpus[slot % len(gpus)] if gpus else None
                     child = start("benchmarks.quality_train", [json.dumps(spec)], log(arm), at_once=at_once, gpu=gpu)

@@ -277,12 +277,13 @@ def test_a_tiny_protocol_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_arms_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = ["--out", str(tmp_path), "--arms", "fp32,loka", "--jobs", "2", "--device", "cpu", *ARGUMENTS]
+    arguments += ["--only-seeds", "0,1"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     # An arm that cannot run (eager has no plan) is named, and the others go on.
     assert "loka failed: ValueError: arm loka needs a compiler" in result.output
     found = json.loads((tmp_path / "quality.json").read_text())["arms"]
-    assert found["fp32"]["seeds"] == [0, 1, 2]
+    assert found["fp32"]["seeds"] == [0, 1]
     assert found["fp32"]["examples_per_second"] is None
     # The same numbers as in one process.
     setup = json.loads((tmp_path / "setup.json").read_text())
