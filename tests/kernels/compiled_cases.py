@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
-    block_norm_backward_fp8, device, grid_barrier, grouped_gemm, quantize, quantize_kernels, scaled_gemm, weights
+    block_norm_backward_fp8, device, grad_input_fp8, grid_barrier, grouped_gemm, quantize, quantize_kernels, scaled_gemm, weights
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
@@ -48,7 +48,7 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, grouped_gemm, quantize_kernels, scaled_gemm, weights):
+    for module in (block_norm_backward_fp8, grad_input_fp8, grouped_gemm, quantize_kernels, scaled_gemm, weights):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -135,6 +135,13 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
                 with_xt=with_xt,
             )  # fmt: skip
             results[f"{m}x{n} {with_xt}"] = list(found)
+    found.clear()
+    x, weight, one = torch.empty(4096, 512, dtype=FP8), torch.empty(512, 512, dtype=FP8), torch.empty(())
+    grad_input_fp8.grad_input_fp8(
+        x, weight, one, one, torch.empty(4096, 512, dtype=torch.bfloat16), torch.empty(4096, 2), state, block=256,
+        hardswish=True, dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
+    )  # fmt: skip
+    results["grad_input"] = list(found)
     found.clear()
     model = [torch.empty(512, 512, dtype=torch.bfloat16) for _ in range(4)] + [torch.empty(4096, 512, dtype=torch.bfloat16)]
     weights.quantize_weights(model, torch.empty(grid_barrier.STATE, dtype=torch.int32), FP8, [True] * 5)

@@ -68,9 +68,9 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
 
 def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:
     """A cooperative launch of several programs a multiprocessor fails unless they fit; nothing may be spilt for it."""
-    assert len(compiled["meeting"]) == 7
+    assert len(compiled["meeting"]) == 8
     for case, (kernel,) in compiled["meeting"].items():
-        resident = 4 if case == "weights" else 2
+        resident = {"weights": 4, "grad_input": 1}.get(case, 2)
         # An odd batch writes its transposes byte by byte.
         assert kernel["stack"] == 0 or case == "199x3456 True", case
         assert resident * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
