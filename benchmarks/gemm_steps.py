@@ -25,7 +25,6 @@ from examples.models.registry import build
 from loka_compile.bench.operands import Operands, copies_past_l2
 from loka_compile.bench.prepare import FirstCall, Job, Preparation
 from loka_compile.bench.records import Timing
-from loka_compile.bench.runner import COMPILE_AT_FIRST_CALL
 from loka_compile.bench.timing import Call, Timer
 from loka_compile.bench.workload import Layer
 from loka_compile.costs import CostTable
@@ -33,7 +32,7 @@ from loka_compile.costs.file import may_be_padded
 from loka_compile.costs.padded import padded_latency
 from loka_compile.gemm import Gemm, Role
 from loka_compile.header import Header
-from loka_compile.lowering.providers import get_provider
+from loka_compile.lowering.providers import COMPILE_AT_FIRST_CALL, get_provider
 from loka_compile.plan import Plan, make_plan
 from loka_compile.probe.site_errors import forms
 from loka_compile.selection.operands import OPERANDS, TRANSPOSED

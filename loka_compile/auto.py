@@ -83,7 +83,10 @@ class PlanAfterSampling:
         """Table and plan from the samples. What goes wrong here must not end a training run."""
         planning, config = self._planning, self._planning.config
         try:
-            table = quantify(self._sampler.samples(), target=planning.target, providers=config.providers)
+            table = quantify(
+                self._sampler.samples(), target=planning.target, providers=config.providers,
+                least_speedup=config.least_speedup,
+            )  # fmt: skip
             if not config.inspect:  # a look at a model (explain) samples too little to be kept
                 save_cached(planning.cache_key, table)
             report.plan, report.table = planning.accept(table), table

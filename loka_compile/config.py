@@ -127,6 +127,12 @@ class LokaConfig:
             )
 
     @property
+    def least_speedup(self) -> float:
+        """The least speed-up that suffices for any site."""
+        own = [o.min_speedup for o in overrides(self.per_site) if o.min_speedup is not None]
+        return min([self.min_speedup, *own])
+
+    @property
     def active_mods(self) -> tuple[str, ...]:
         """The Mods that run, in their fixed order."""
         if self.mods == "all":

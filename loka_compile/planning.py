@@ -64,6 +64,7 @@ class Planning:
             "block_size": self.config.block_size,
             "dtypes": self.dtypes,
             "fuse": self.config.fuse,  # the costs in a table count on fused kernels
+            "least_speedup": self.config.least_speedup,  # what is slower was not measured
             "torch": torch.__version__,
             "package": source_digest(),  # costs and error measures are ours, and change
         }

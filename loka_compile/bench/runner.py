@@ -17,12 +17,11 @@ from loka_compile.bench.records import Key, Records, Timing, baseline_key, kerne
 from loka_compile.bench.timing import Call, DeviceLostError, Timer
 from loka_compile.bench.workload import Operand
 from loka_compile.gemm import Gemm, Recipe, Role
+from loka_compile.lowering.providers import COMPILE_AT_FIRST_CALL
 from loka_compile.lowering.providers.base import Provider
 
 logger = logging.getLogger(__name__)
 
-#: Libraries that compile at the first call of a shape: those calls are made in parallel, before anything is timed.
-COMPILE_AT_FIRST_CALL = frozenset({"deepgemm", "torchao", "triton"})
 #: What is measured until which share of the time after preparing is used; then the next. What is left follows later.
 STAGES = (("gemms", 0.5), ("quantizers", 0.85), ("gemms", 1.0), ("quantizers", 1.0))
 

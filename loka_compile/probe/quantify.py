@@ -57,6 +57,7 @@ def quantify(
     effort: Effort | None = None,
     progress: Callable[[str], None] | None = None,
     bench_seconds: float = BENCH_SECONDS,
+    least_speedup: float | None = None,
 ) -> Table:
     """Measure the error of every candidate on ``samples``, take its cost from ``target``'s table.
 
@@ -74,6 +75,9 @@ def quantify(
         effort: how long to go on drawing, where there are draws.
         progress: called with the site's name after each site.
         bench_seconds: for measuring speeds, where ``target`` is "here".
+        least_speedup: for a training run that waits: candidates whose kernel alone is not that much faster than high
+            precision are refused without measuring them, and kernels that compile at their first call are emulated
+            (their self-test has shown that they compute what they should).
 
     Raises:
         UnknownNameError: no such target or provider.
@@ -89,7 +93,7 @@ def quantify(
         seen.check(site)
         device = seen.weights[0].device
         at_home = costs is None or target == HERE or target_of_device_name(_device_name(device)) == costs.target
-        job = SiteErrors(site, seen, costs, chosen, at_home, (max_pairs, max_rows), effort or Effort())
+        job = SiteErrors(site, seen, costs, chosen, at_home, (max_pairs, max_rows), effort or Effort(), least_speedup)
         rows += job.measure()
         if job.dropped:
             dropped[site] = job.dropped

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka_compile.costs.padded import padded_latency
 from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
+from loka_compile.lowering.providers import COMPILE_AT_FIRST_CALL
 from loka_compile.probe.gate import Effort, Score, remarks, score, worse
 from loka_compile.probe.runs import Candidate, Operand, Pair, Runs
 from loka_compile.probe.samples import Batches, Draw, SiteSamples, cut
@@ -66,13 +67,14 @@ class SiteErrors:
         at_home: bool,
         limits: tuple[int, int],
         effort: Effort,
+        least_speedup: float | None = None,
     ) -> None:
         """Nothing is measured yet."""
         from loka_compile.lowering.providers import get_provider
 
         self.site, self.seen, self.costs, self.providers = site, seen, costs, providers
         self.baseline, self.emulated = get_provider(BASELINE[0]), get_provider("emulated")
-        self.at_home, self.limits, self.effort = at_home, limits, effort
+        self.at_home, self.limits, self.effort, self.least_speedup = at_home, limits, effort, least_speedup
         self.dtype = getattr(torch, seen.dtype)
         self.weights = [w.detach().to(self.dtype) for w in seen.weights]
         self.device = self.weights[0].device.type
@@ -121,14 +123,32 @@ class SiteErrors:
         row = Measurement(self.site, gemm.role.value, m, m, n, k, gemm.dtype, provider.name, recipe.name)
         row = self._with_cost(row, gemm, provider, recipe)
         is_baseline = provider is self.baseline
+        real = self.at_home
         if not is_baseline:
-            absent = provider.supported(recipe, self.device) or ""
-            refused = provider.refuses_shape(provider.padded(gemm, recipe), recipe)
-            reason = reason or refused or (absent if self.at_home else "")
+            reason = reason or provider.refuses_shape(provider.padded(gemm, recipe), recipe) or ""
             if self.costs is not None and math.isnan(row.total_us):
                 reason = reason or f"no cost known for {row.candidate} on {self.costs.target}"
-        candidate = Candidate(provider, recipe, real=self.at_home or is_baseline)
+            reason = reason or self._too_slow(gemm, provider, recipe)
+            # Last, because it may load a library.
+            if self.at_home and not reason:
+                reason = provider.supported(recipe, self.device) or ""
+            real = self.at_home and not (self.least_speedup is not None and provider.name in COMPILE_AT_FIRST_CALL)
+        candidate = Candidate(provider, recipe, real=real or is_baseline)
         return dataclasses.replace(row, refused=reason), candidate
+
+    def _too_slow(self, gemm: Gemm, provider: Provider, recipe: Recipe) -> str:
+        """Why a candidate cannot be chosen at any batch size, were quantising free; "" where it could be."""
+        if self.least_speedup is None or self.costs is None:
+            return ""
+        best = 0.0
+        for size in self.seen.sizes:
+            sized = self.seen.gemm(self.site, gemm.role, size)
+            latency = padded_latency(self.costs, sized, provider, recipe)
+            if latency is not None:
+                best = max(best, self.costs.baseline(sized) / latency.gemm_us)
+        if best >= self.least_speedup:
+            return ""
+        return f"its kernel alone has {best:.2f}x the speed of high precision; {self.least_speedup:g}x is asked for"
 
     def _with_cost(self, row: Measurement, gemm: Gemm, provider: Provider, recipe: Recipe) -> Measurement:
         saved = 0

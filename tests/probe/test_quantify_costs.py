@@ -9,6 +9,7 @@ import torch
 from loka_compile.costs import CostTable
 from loka_compile.gemm import Gemm, Role
 from loka_compile.plan import make_plan
+from loka_compile.probe.quantify import quantify
 from tests.probe.site_samples import Fake, one, rows_of, run, samples
 
 
@@ -118,3 +119,62 @@ def test_every_gemm_has_a_baseline_row_even_without_providers():
         ("forward", "high_precision"), ("grad_input", "high_precision"), ("grad_weight", "high_precision")
     ]  # fmt: skip
     assert make_plan(table).counts() == {"high_precision:native": 3}
+
+
+def test_what_cannot_be_chosen_by_its_cost_is_not_measured():
+    """Neither the error nor the self-test of a kernel that is too slow; and nothing is lost that a plan could take."""
+    seen = {"a__0": samples(2048, 2048, calls=2, rows=16, batch=4096), "b__0": samples(64, 4096, calls=2, batch=512)}
+    everything = run(providers=("torch", "triton", "deepgemm", "torchao"), **seen)
+    named = {name.replace("__", "#"): s for name, s in seen.items()}
+    quick = quantify(named, target="h200", providers=("torch", "triton", "deepgemm", "torchao"), least_speedup=1.05)
+    slow = [r for r in quick.rows if "kernel alone has" in r.refused]
+    assert slow
+    assert all(r.samples == 0 and math.isnan(r.mere) for r in slow)
+    for row in slow:
+        whole = one(everything, site=row.site, role=row.role, provider=row.provider, recipe=row.recipe)
+        assert whole.baseline_us / whole.gemm_us < 1.05
+        assert whole.mere > 0
+    kept = {(r.site, r.role, r.candidate): r for r in quick.rows if not r.refused}
+    assert any(key[2].startswith("triton:") for key in kept)
+    for key, row in kept.items():
+        assert row.mere == one(everything, site=key[0], role=key[1], provider=row.provider, recipe=row.recipe).mere
+    limits = {"max_mere": 0.2, "min_speedup": 1.05}
+    chosen = [[(d.site, d.role, d.candidate) for d in make_plan(t, **limits).decisions] for t in (everything, quick)]
+    assert chosen[0] == chosen[1]
+
+
+def test_kernels_that_compile_at_their_first_call_do_not_do_so_while_a_training_run_waits(monkeypatch):
+    """The GPU at hand is the target, so its kernels would run for real: the slow ones are emulated all the same."""
+    from loka_compile.lowering.providers import get_provider
+    from loka_compile.probe import quantify as module
+
+    triton, torch_ = get_provider("triton"), get_provider("torch")
+    monkeypatch.setattr(module, "target_of_device_name", lambda name: "h200")
+    for provider in (triton, torch_):
+        monkeypatch.setattr(type(provider), "supported", lambda self, *args, **more: None)
+
+    calls = []
+
+    def compute(*args, **more):
+        calls.append(args)
+        raise RuntimeError("there is no GPU here")
+
+    monkeypatch.setattr(type(triton), "compute", compute)
+    seen = {"a#0": samples(2048, 2048, calls=1, rows=16, batch=4096)}
+    quick = quantify(seen, target="h200", providers=("torch", "triton"), least_speedup=1.0)
+    rows = [r for r in rows_of(quick, provider="triton") if not r.refused]
+    assert {r.error_source for r in rows} == {"emulated"}
+    assert not calls
+    quantify(seen, target="h200", providers=("triton",))
+    assert calls, "without a run that waits, the kernel itself is measured"
+
+
+def test_a_kernel_that_pays_at_another_batch_is_measured():
+    seen = samples(2048, 2048, calls=1, rows=16, batch=64, dynamic=True, batches=[64, 8192])
+    quick = quantify({"a#0": seen}, target="h200", providers=("torch",), least_speedup=1.05)
+    rows = rows_of(quick, role="forward", provider="torch", recipe="tensorwise_fast")
+    assert {r.m_min for r in rows} > {64, 8192}
+    assert all(not r.refused and r.mere > 0 for r in rows)
+    alone = quantify({"a#0": samples(2048, 2048, calls=1, rows=16, batch=64)}, target="h200", providers=("torch",),
+                     least_speedup=1.05)  # fmt: skip
+    assert "kernel alone has" in one(alone, role="forward", provider="torch", recipe="tensorwise_fast").refused

@@ -24,6 +24,9 @@ PROVIDERS = (
     ("emulated", "loka_compile.lowering.providers.emulated", "Emulated"),
 )
 
+#: Those whose kernels are compiled, or chosen by timing, at the first call of each shape: seconds each.
+COMPILE_AT_FIRST_CALL = frozenset({"deepgemm", "torchao", "triton"})
+
 
 @functools.cache
 def get_provider(name: str) -> Provider:
