@@ -19,7 +19,7 @@ from loka_compile.gemm import Role
 from loka_compile.plan import Decision, Plan
 
 #: Layers, width, rows of a rank's batch, steps, and steps from one sampled one to the next (1: one graph to compile).
-SIZES = {"cuda": (3, 512, 1024, 6, 2), "cpu": (1, 64, 128, 3, 1)}
+SIZES = {"cuda": (2, 512, 1024, 6, 2), "cpu": (1, 64, 128, 3, 1)}
 
 
 class Tower(nn.Module):
@@ -46,7 +46,6 @@ def plan() -> Plan:
 
 WRAPPINGS = {
     "DDP, loka": lambda m: torch.compile(DDP(m), backend="loka", options={"plan": plan()}),
-    "loka, DDP": lambda m: DDP(torch.compile(m, backend="loka", options={"plan": plan()})),
     # Sharded as a whole: a linear layer that is sharded on its own ends the graph before its norm.
     "FSDP2, loka": lambda m: torch.compile(fully_shard(m), backend="loka", options={"plan": plan()}),
     "DDP, eager": DDP,

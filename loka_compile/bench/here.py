@@ -29,6 +29,8 @@ from loka_compile.gemm import Gemm
 from loka_compile.lowering.providers.base import Provider
 
 logger = logging.getLogger(__name__)
+#: Processes that compile beside a training run at most.
+WORKERS = 8
 #: What a device without a shipped table is called.
 HERE = "here"
 
@@ -84,7 +86,7 @@ def _measure(
     run = Bench(
         wanted, able, records, timer or GraphTimer(), operands, seconds=seconds,
         l2=torch.cuda.get_device_properties(device).L2_cache_size if real else 1,
-        workers=(os.cpu_count() or 1) if real else 0,
+        workers=min(WORKERS, os.cpu_count() or 1) if real else 0,
     )  # fmt: skip
     outcome = run.run()
     if outcome.left:
