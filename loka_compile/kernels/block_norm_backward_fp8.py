@@ -2,9 +2,8 @@
 
 What :mod:`loka_compile.kernels.block_norm_backward` and :func:`loka_compile.kernels.cast.cast_transpose` do in two: the
 programs find the largest |dx| of the whole tensor, meet, and cast. The scale is tensorwise, so the GEMMs behind it stay
-those of the plan. A program that has one tile keeps it in registers over the meeting; with more it computes them again
-from what it just read, which is in the L2 as long as the tensors are small. dx itself is not written unless asked for,
-and not rounded to 16 bits before the cast.
+those of the plan. A program that has one tile keeps it in registers over the meeting (rounded to 16 bits where they
+would not suffice); with more it computes them again from what it just read. dx itself is not written unless asked for.
 """
 
 from __future__ import annotations
@@ -16,68 +15,38 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels import grid_barrier as grid
+from loka_compile.kernels import gradient_tile as tiles_of
 from loka_compile.kernels import turned
 from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
 @triton.jit
-def through(
-    g, rm, pid_n, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+def _pair(
+    rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """The gradient g of the rows ``rm`` taken through HardSwish and BlockNorm, and their y; fp32, zero outside."""
-    ROWS: tl.constexpr = g.shape[0]
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
-    blocks = tl.cdiv(N, NORM)
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
-    y = dev.saved(tl.load(Y + offset, mask=mask, other=0.0), Y.dtype.element_ty)
-    rstd = tl.load(
-        RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
-    )  # fmt: skip
-    if ACT:
-        g = g * dev.hardswish_derivative(y)
-    mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM)
-    return dev.over_block(g - dev.over_block(y, mean, ROWS, BLOCK_N, NORM), rstd, ROWS, BLOCK_N, NORM), y
+    """dx of the rows ``rm`` and ``rm + 1`` halved, and their activations as FP8 in the low halves of words."""
+    d0, y0 = tiles_of.gradient(rm, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d1, y1 = tiles_of.gradient(rm + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    x = turned.pack2(dev.hardswish(y0), dev.hardswish(y1), 16.0, tl.float8e4nv, 448.0, PTX)
+    return turned.halved(d0, d1, G.dtype.element_ty), x
 
 
 @triton.jit
-def _gradient(
-    rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
-    """dx of the rows ``rm`` in fp32, zero outside the tensor, and their y."""
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    g = tl.load(G + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
-    return through(g, rm, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-
-
-@triton.jit
-def store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """``fp8(HardSwish(y) * 16)`` of four tiles, transposed."""
-    x = dev.pack4(
-        dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
-    )  # fmt: skip
-    turned.store_turned(XT, x, rw, rn, M, N, words, WORDS)
-
-
-@triton.jit
-def _gradients(
+def _halved_gradients(
     tile, G, Y, RSTD, XT, M, N, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr,
     ACT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile as four tiles (see kernels/turned.py), and on the way the transpose of the activation."""
+    """As :func:`loka_compile.kernels.gradient_tile.gradients`, rounded and halved pair by pair: no more than a pair is ever held in fp32."""
     grid_n = tl.cdiv(N, BLOCK_N)
     pid_m, pid_n = tile // grid_n, tile % grid_n
     rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
-    d0, y0 = _gradient(4 * rw, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d1, y1 = _gradient(4 * rw + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d2, y2 = _gradient(4 * rw + 2, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d3, y3 = _gradient(4 * rw + 3, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    low, x = _pair(4 * rw, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
+    tl.debug_barrier()  # else the loads of the second pair are put in front of the first, and spill
+    high, above = _pair(4 * rw + 2, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
     if WRITE_XT:
-        store_activation(XT, y0, y1, y2, y3, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS, PTX)
-    return d0, d1, d2, d3
+        turned.store_turned(XT, x | (above << 16), rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS)
+    return low, high
 
 
 @triton.jit
@@ -101,19 +70,25 @@ def _backward_fp8_kernel(
     G, Y, RSTD, DX, Q, QT, XT, SCALE, STATE, M, N, words, tiles, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_DX: tl.constexpr,
     WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
-    KEEP: tl.constexpr, PHASE: tl.constexpr,
+    KEEP: tl.constexpr, HALF: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    if KEEP:
-        d = _gradients(
+    if KEEP and HALF:
+        low, high = _halved_gradients(
+            first, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
+        )  # fmt: skip
+        # Of the rounded values, so that none exceeds it.
+        best = turned.largest_of4(turned.doubled(low, high, G.dtype.element_ty))
+    elif KEEP:
+        d = tiles_of.gradients(
             first, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
         )  # fmt: skip
         best = turned.largest_of4(d)
     elif PHASE != 2:
         best = tl.zeros((), dtype=tl.int32)
         for tile in range(first, tiles, step):
-            d = _gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
+            d = tiles_of.gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
             best = tl.maximum(best, turned.largest_of4(d))
     if PHASE != 2:
         grid.report(STATE, 0, best)
@@ -126,13 +101,15 @@ def _backward_fp8_kernel(
         if first == 0:
             tl.store(SCALE, amax / LIMIT)
         if KEEP:
+            if HALF:
+                d = turned.doubled(low, high, G.dtype.element_ty)
             _write(
                 first, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT, WORDS,
                 PTX,
             )  # fmt: skip
         else:
             for tile in range(first, tiles, step):
-                d = _gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, False, WORDS, PTX)
+                d = tiles_of.gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, False, WORDS, PTX)
                 _write(
                     tile, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT,
                     WORDS, PTX,
@@ -163,12 +140,13 @@ def block_norm_backward_fp8(
     qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=device)
     xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty((), dtype=torch.float32, device=device)
+    half = config.half and grad.element_size() == 2
     for phase in grid.phases(device):
         _backward_fp8_kernel[(min(tiles, room),)](
             grad, y, rstd, dx, q, qt, xt, scale, state, m, n, m // 4, tiles,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,
-            PTX=dev.ptx(device), KEEP=tiles <= room, PHASE=phase,
+            PTX=dev.ptx(device), KEEP=tiles <= room, HALF=half, PHASE=phase,
             num_warps=config.warps, num_stages=1, maxnreg=config.registers, **grid.together(device),
         )  # fmt: skip
     return dx, q, qt, scale, xt

@@ -46,6 +46,8 @@ class MeetingConfig:
     block_m: int = 32
     warps: int = 8
     resident: int = 2
+    #: Keep what waits for the meeting in 16 bits: half of the registers, one rounding more.
+    half: bool = False
 
     @property
     def registers(self) -> int:

@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from loka_compile.kernels import device as dev
 from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import turned
-from loka_compile.kernels.block_norm_backward_fp8 import store_activation, through
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
+from loka_compile.kernels.gradient_tile import store_activation, through
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 from loka_compile.kernels.scaled_gemm import can_use_tma
 

@@ -28,6 +28,35 @@ def store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
 
 
 @triton.jit
+def halved(a, b, TYPE: tl.constexpr):
+    """Two fp32 tiles in half of the registers: rounded to the 16 bits of TYPE, a in the low half of a word."""
+    low = a.to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (b.to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def pack2(a, b, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
+    """Half of :func:`loka_compile.kernels.device.pack4`: two tiles times scale as FP8 in the low half of an int32."""
+    if PTX:
+        NAME: tl.constexpr = "e4m3x2" if TYPE == tl.float8e4nv else "e5m2x2"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 two; cvt.rn.satfinite." + NAME + ".f32 two, $2, $1; cvt.u32.u16 $0, two; }",
+            "=r,f,f", [a.to(tl.float32) * scale, b.to(tl.float32) * scale], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    word = dev.to_fp8(a, scale, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32)
+    return word | (dev.to_fp8(b, scale, TYPE, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+
+
+@triton.jit
+def doubled(low, high, TYPE: tl.constexpr):
+    """What :func:`halved` made of four tiles, as those in TYPE."""
+    return (
+        low.to(tl.uint16).to(TYPE, bitcast=True), (low >> 16).to(tl.uint16).to(TYPE, bitcast=True),
+        high.to(tl.uint16).to(TYPE, bitcast=True), (high >> 16).to(tl.uint16).to(TYPE, bitcast=True),
+    )  # fmt: skip
+
+
+@triton.jit
 def largest_of4(x):
     """The largest of four tiles, as :func:`loka_compile.kernels.device.bits`."""
     best = tl.maximum(tl.maximum(dev.bits(x[0]), dev.bits(x[1])), tl.maximum(dev.bits(x[2]), dev.bits(x[3])))

@@ -21,6 +21,7 @@ from loka_compile.kernels import (
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
+from loka_compile.lowering.fused.configs import meeting_config
 from loka_compile.lowering.providers.triton_configs import config_for
 
 FP8 = torch.float8_e4m3fn
@@ -132,7 +133,7 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
             grad, state = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(grid_barrier.STATE, dtype=torch.int32)
             block_norm_backward_fp8.block_norm_backward_fp8(
                 grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), state, block=256, hardswish=True, dtype=FP8,
-                with_xt=with_xt,
+                with_xt=with_xt, config=meeting_config("block_norm_backward_fp8", m, n),
             )  # fmt: skip
             results[f"{m}x{n} {with_xt}"] = list(found)
     found.clear()

@@ -1,0 +1,74 @@
+"""A tile of a gradient on its way through HardSwish and BlockNorm; what the backward kernels share.
+
+    g  = d * HardSwish'(y)
+    dx = rstd * (g - y * mean_block(g * y))
+
+with d the gradient of a layer's output, y [M, N] and rstd [M, blocks] as the forward kept them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loka_compile.kernels import device as dev
+from loka_compile.kernels import turned
+
+
+@triton.jit
+def through(
+    g, rm, pid_n, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """The gradient g of the rows ``rm`` taken through HardSwish and BlockNorm, and their y; fp32, zero outside."""
+    ROWS: tl.constexpr = g.shape[0]
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
+    blocks = tl.cdiv(N, NORM)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    y = dev.saved(tl.load(Y + offset, mask=mask, other=0.0), Y.dtype.element_ty)
+    rstd = tl.load(
+        RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
+    )  # fmt: skip
+    if ACT:
+        g = g * dev.hardswish_derivative(y)
+    mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM)
+    return dev.over_block(g - dev.over_block(y, mean, ROWS, BLOCK_N, NORM), rstd, ROWS, BLOCK_N, NORM), y
+
+
+@triton.jit
+def gradient(
+    rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """dx of the rows ``rm`` in fp32, zero outside the tensor, and their y."""
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    g = tl.load(G + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+    return through(g, rm, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+
+
+@triton.jit
+def store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, WORDS: tl.constexpr, PTX: tl.constexpr):
+    """``fp8(HardSwish(y) * 16)`` of four tiles, transposed."""
+    x = dev.pack4(
+        dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
+    )  # fmt: skip
+    turned.store_turned(XT, x, rw, rn, M, N, words, WORDS)
+
+
+@triton.jit
+def gradients(
+    tile, G, Y, RSTD, XT, M, N, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr,
+    ACT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile as four tiles (see kernels/turned.py), and on the way the transpose of the activation."""
+    grid_n = tl.cdiv(N, BLOCK_N)
+    pid_m, pid_n = tile // grid_n, tile % grid_n
+    rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
+    d0, y0 = gradient(4 * rw, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d1, y1 = gradient(4 * rw + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d2, y2 = gradient(4 * rw + 2, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d3, y3 = gradient(4 * rw + 3, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    if WRITE_XT:
+        store_activation(XT, y0, y1, y2, y3, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS, PTX)
+    return d0, d1, d2, d3
