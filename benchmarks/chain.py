@@ -7,7 +7,7 @@ Arms: A the original model (bias, LayerNorm, SiLU), bf16, Inductor. A' the same 
 (no bias, BlockNorm, HardSwish), bf16, Inductor. C and D torchao float8 on the models of A and B (every recipe; the best
 counts). E ``backend="loka"`` on the model of A. N the same without FP8: Mods and fusion alone. Input arrives and output
 leaves in bf16. Medians of CUDA-graph replays, arms interleaved. ``chain.json`` is written after every case; with
-``--seconds`` no arm begins after that time.
+``--seconds`` no arm begins after that time. ``--prewarm 12`` first compiles everything but A' in 12 processes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ import compile_times  # noqa: E402
 import figure13  # noqa: E402
 from _timing import capture, measure_graphs  # noqa: E402
 from chain_arms import DEVICE, TORCHAO, arms, original, step  # noqa: E402
+from prewarm import prewarm  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
 
 LAYERS = 4
+#: Kind, batch and width of the case that --large adds.
+LARGE = ("training", 16384, 1024)
 KINDS = ("inference", "training", "fig13", "compile")
 
 
@@ -90,6 +93,8 @@ class Run:
                 steps = [step(compiled, x, grad) for x in inputs]
                 out = steps[0]()
                 torch.cuda.synchronize()
+                if self.options.compile_only:
+                    continue
                 extra[arm] = {"first_call_s": round(time.time() - start, 2)}
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -114,14 +119,41 @@ class Run:
         self.log(f"{kind} {batch}x{width}: " + " | ".join(f"{arm} {us:.1f}" for arm, us in times.items()))
         return {"case": f"{kind} {batch}x{width}", "us": times, "extra": extra}
 
-    def cases(self) -> None:
+    def wanted(self) -> list[tuple[str, int, int]]:
         only, widths = self.options.only or KINDS, self.options.widths
         wanted = [(kind, 4096, w) for kind in ("inference", "training") if kind in only for w in widths]
-        for kind, batch, width in wanted + [("training", 16384, 1024)] * self.options.large:
+        return wanted + [LARGE] * self.options.large
+
+    def prewarm(self) -> None:
+        """Compile what the cases need, each arm of each case in a process of its own."""
+        commands = []
+        for case in self.wanted():
+            kind, _, width = case
+            which = ["--widths", "--large"] if case == LARGE else ["--widths", str(width)]
+            for arm in [a for a in self.options.arms if a != "A'"]:
+                recipes = self.options.torchao if arm in ("C", "D") else [""]
+                for recipe in recipes:
+                    more = ["--torchao", recipe] if recipe else []
+                    commands.append(
+                        [sys.executable, __file__, "--compile-only", "--only", kind, *which, "--arms", arm, *more]
+                    )
+        if "fig13" in (self.options.only or KINDS):
+            commands += [
+                [sys.executable, __file__, "--compile-only", "--only", "fig13", "--pair", str(k), str(n)]
+                for k, n in figure13.PAIRS
+            ]
+        done = prewarm(commands, self.options.prewarm, self.options.seconds / 2)
+        self.log(f"compiled {done} of {len(commands)} arms and cases in {self.options.prewarm} processes")
+
+    def cases(self) -> None:
+        for kind, batch, width in self.wanted():
             if not self.in_time():
                 self.log(f"{kind} {batch}x{width}: not run in time")
                 continue
-            self.results["cases"].append(self.case(kind, batch, width))
+            found = self.case(kind, batch, width)
+            if self.options.compile_only:
+                continue
+            self.results["cases"].append(found)
             self.save()
             gc.collect()
             torch.cuda.empty_cache()
@@ -159,9 +191,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--profile", nargs="*", default=[], help="arms whose kernels are listed")
     parser.add_argument("--large", action="store_true", help="also the training step at batch 16384, width 1024")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing begins after so long")
+    parser.add_argument("--prewarm", type=int, default=0, metavar="N", help="first compile in N processes")
+    parser.add_argument("--pair", type=int, nargs=2, help="with --compile-only: of figure 13")
+    parser.add_argument("--compile-only", action="store_true", help="measure nothing and write nothing")
     run = Run(parser.parse_args(arguments))
     only = run.options.only or KINDS
+    # Without processes that fill the caches, first calls are those of a cold compile.
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", str(int(run.options.prewarm > 0)))
+    if run.options.prewarm:
+        run.prewarm()
     run.cases()
+    if run.options.compile_only:
+        if run.options.pair:
+            figure13.compile_pair(*run.options.pair)
+        return
     if "fig13" in only:
         run.figure13()
     if "compile" in only and run.in_time():
@@ -170,5 +213,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
     main()

@@ -54,8 +54,8 @@ def stages(k: int, n: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
-def pair(k: int, n: int, batch: int = BATCH) -> dict[str, float]:
-    """Microseconds of every stage for one (in, out) pair, inputs rotated past the L2."""
+def calls_of(k: int, n: int, batch: int = BATCH) -> dict[str, list[Callable[[], object]]]:
+    """Calls of every stage for one (in, out) pair, on inputs that together are past the L2."""
     torch._dynamo.reset()
     count = max(3, min(32, (120 << 20) // (2 * (batch * k + n * k))))
     xs = [torch.randn(batch, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
@@ -66,8 +66,20 @@ def pair(k: int, n: int, batch: int = BATCH) -> dict[str, float]:
     for label, candidate in LOKA.items():
         compiled = loka(copy.deepcopy(model), plan_of(model, candidate, candidate), freeze_weights=True)
         calls[label] = [step(compiled, x, None) for x in xs]
+    return calls
+
+
+def pair(k: int, n: int) -> dict[str, float]:
+    """Microseconds of every stage for one (in, out) pair."""
     with torch.no_grad():
-        return measure(calls, rounds=20)
+        return measure(calls_of(k, n), rounds=20)
+
+
+def compile_pair(k: int, n: int) -> None:
+    """Fill the caches for one pair."""
+    with torch.no_grad():
+        for calls in calls_of(k, n).values():
+            calls[0]()
 
 
 def contributions(us: Mapping[str, float]) -> dict[str, float]:

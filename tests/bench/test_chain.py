@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,31 @@ def test_compile_times_are_of_processes_with_the_same_caches(monkeypatch: pytest
     caches.clear()
     monkeypatch.setattr(compile_times, "ARMS", {"A": "A"})
     assert compile_times.measure() == {"A": {"cold": 1.5, "warm": 2.5}}
+
+
+def test_caches_are_filled_by_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(chain, "prewarm", lambda commands, processes, seconds: asked.extend(commands) or len(commands))
+    monkeypatch.setattr(chain.Run, "cases", lambda self: None)
+    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+    chain.main(["--only", "training", "--widths", "512", "--arms", "A", "A'", "C", "--torchao", "rowwise", "tensorwise",
+                "--large", "--prewarm", "3", "--out", str(tmp_path)])  # fmt: skip
+    assert [command[2:] for command in asked] == [
+        ["--compile-only", "--only", "training", *which, *arm]
+        for which in (["--widths", "512"], ["--widths", "--large"])
+        for arm in (
+            ["--arms", "A"],
+            ["--arms", "C", "--torchao", "rowwise"],
+            ["--arms", "C", "--torchao", "tensorwise"],
+        )
+    ]
+
+
+def test_prewarm_counts_what_ended_well_and_keeps_to_its_time() -> None:
+    from prewarm import prewarm
+
+    python = [sys.executable, "-c"]
+    assert prewarm([[*python, "pass"], [*python, "raise SystemExit(1)"], [*python, "pass"]], 2, 20.0) == 2
+    start = time.monotonic()
+    assert prewarm([[*python, "import time; time.sleep(30)"]] * 3, 2, 0.5) == 0
+    assert time.monotonic() - start < 5
