@@ -160,6 +160,9 @@ def main(
     ] = "wukong,interformer,dhen",
     size: str = "h200",
     arms: Annotated[str, typer.Option(help=f"Comma-separated, out of {', '.join(ARMS)}.")] = ",".join(DEFAULT_ARMS),
+    plan: Annotated[
+        list[str] | None, typer.Option(help="NAME=FILE: that arm carries out a plan, and samples nothing.")
+    ] = None,
     modes: Annotated[
         str, typer.Option(help=f"Comma-separated, out of {', '.join(MODES)} (inference with constant weights).")
     ] = "training,inference",
@@ -189,17 +192,32 @@ def main(
             rich.print(f"[yellow]arm {name} is left out: {reason}")
         else:
             chosen.append(name)
+    plans = {name: file for name, _, file in (p.partition("=") for p in plan or [])}
+    if others := sorted(set(plans) - {n for n in chosen if ARMS[n].options.get("table") == "auto"}):
+        raise typer.BadParameter(f"no arm of these plans by itself: {', '.join(others)}", param_hint="--plan")
     graphs = graphs and device.startswith("cuda")
     data = {"batch_size": batch_size, "history_length": history, **json.loads(data_options)}
     setup = {
         "device": device_text(device), "torch": torch.__version__, "size": size, "batch_size": batch_size,
         "backend": backend, "steps": steps, "rounds": rounds, "data_options": json.loads(data_options),
-        "model_options": json.loads(model_options), "graphs": graphs,
+        "model_options": json.loads(model_options), "graphs": graphs, "plans": plans,
     }  # fmt: skip
     results = Results(out, setup)
     for model in models.split(","):
         specs = [
-            Spec(model, size, mode, arm, data, backend, device, graphs, min_features, setup["model_options"])
+            Spec(
+                model,
+                size,
+                mode,
+                arm,
+                data,
+                backend,
+                device,
+                graphs,
+                min_features,
+                setup["model_options"],
+                plans.get(arm, ""),
+            )
             for mode in modes.split(",")
             for arm in chosen
         ]

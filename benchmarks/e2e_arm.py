@@ -22,7 +22,7 @@ import torch._inductor.config
 
 from benchmarks._children import end, last_line, start
 from benchmarks.kernel_kinds import breakdown
-from benchmarks.quality_arms import ARMS, fp8_summary, prepare
+from benchmarks.quality_arms import ARMS, fp8_summary, planned_arm, prepare
 from examples.data.stream import Batch
 from examples.data.synthetic import SyntheticConfig, SyntheticStream
 from examples.models.registry import MODELS, build
@@ -54,6 +54,8 @@ class Spec:
     graphs: bool
     min_features: int
     model_options: Mapping[str, Any]
+    #: File of a plan for an arm that would plan by itself, or "".
+    plan: str = ""
 
     def __str__(self) -> str:
         return f"{self.model} {self.mode} {self.arm}"
@@ -86,10 +88,10 @@ class LocalArm:
         self._device = stream.device
         batches = [stream.batch(i) for i in range(BATCHES)]
         net = build(spec.model, spec.size, stream.schema, device=self._device, **spec.model_options)
+        arm = planned_arm(spec.arm, Path(spec.plan)) if spec.plan else ARMS[spec.arm]
         config, transform = prepare(
-            ARMS[spec.arm], TrainConfig(backend=spec.backend, warmup=0), min_features=spec.min_features,
-            device=self._device.type,
-        )  # fmt: skip
+            arm, TrainConfig(backend=spec.backend, warmup=0), min_features=spec.min_features, device=self._device.type
+        )
         self._wait()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -47,7 +47,7 @@ def main(
     model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "wukong",
     size: Annotated[str, typer.Option(help="tiny, h200, paper")] = "h200",
     arms: Annotated[str, typer.Option(help=f"Comma-separated, out of {', '.join(ARMS)}; default: all.")] = "",
-    plan: Annotated[list[str] | None, typer.Option(help="NAME=FILE: one more arm, all Mods and that plan.")] = None,
+    plan: Annotated[list[str] | None, typer.Option(help="NAME=FILE: an arm with all Mods and that plan.")] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     only_seeds: Annotated[str, typer.Option(help="Train only these of them, such as 0,2; all are compared.")] = "",
     examples: Annotated[int, typer.Option(help="Examples of one run.")] = 20_000_000,
@@ -71,7 +71,8 @@ def main(
     """Train what is missing, compare, and write quality.json and two plots."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [ARMS[n] if n in ARMS else _unknown(n) for n in arms.split(",")] if arms else list(ARMS.values())
-    chosen += [planned_arm(name, Path(file)) for name, _, file in (p.partition("=") for p in plan or [])]
+    planned = [planned_arm(name, Path(file)) for name, _, file in (p.partition("=") for p in plan or [])]
+    chosen = [arm for arm in chosen if arm.name not in {p.name for p in planned}] + planned
     steps = examples // batch_size // window * window
     if steps < 2 * window:
         raise typer.BadParameter(f"{examples} examples are fewer than two windows of {window} steps of {batch_size}")
@@ -102,7 +103,10 @@ def main(
         else:
             _train_here(missing, runs, setup, how, until=limit)
     # Others may train other arms of this folder at the same time, or have done so before.
-    chosen += [arm for arm in ARMS.values() if arm not in chosen and any(runs.done(arm.name, s) for s in range(seeds))]
+    names = {arm.name for arm in chosen}
+    chosen += [
+        arm for arm in ARMS.values() if arm.name not in names and any(runs.done(arm.name, s) for s in range(seeds))
+    ]
     summary = summarise(runs, chosen, range(seeds), setup)
     summary["arm_definitions"] = {a.name: {k: str(v) for k, v in asdict(a).items()} for a in chosen}
     atomic_write(out / "quality.json", lambda f: f.write((json.dumps(strict(summary), indent=1) + "\n").encode()))

@@ -65,14 +65,19 @@ ARMS: dict[str, Arm] = {
         _mods("mods", "all Mods, bf16", "all"),
         Arm("loka", "all Mods, FP8 by the default plan", "loka", options={"mods": "all", "table": "auto"},
             twin="mods", figure=9),
+        Arm("loka_unfused", "as loka, without fused kernels", "loka",
+            options={"mods": "all", "table": "auto", "fuse": False}, twin="mods", figure=9),
     )
 }  # fmt: skip
 
 
 def planned_arm(name: str, plan: Path) -> Arm:
-    """All Mods, and FP8 as a plan file says."""
-    options = {"mods": "all", "plan": str(plan)}
-    return Arm(name, f"all Mods, FP8 by {plan.name}", "loka", options=options, twin="mods", figure=9)
+    """All Mods, and FP8 as a plan file says; an arm of ours that plans by itself keeps its other options."""
+    planned = {"plan": str(plan)}
+    known = ARMS.get(name)
+    if known is not None and known.options.get("table") == "auto":
+        return dataclasses.replace(known, options={k: v for k, v in known.options.items() if k != "table"} | planned)
+    return Arm(name, f"all Mods, FP8 by {plan.name}", "loka", options={"mods": "all"} | planned, twin="mods", figure=9)
 
 
 def everywhere_arm(name: str, dense: nn.Module, provider: str, recipe: str, *, keep: tuple[str, ...] = ()) -> Arm:
