@@ -9,9 +9,7 @@ its layers' steps in a row, timed as one CUDA graph.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +17,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.gemm_pieces import Compiled, device, pieces_of, runner
+from benchmarks.gemm_pieces import Compiled, device, runner
 from examples.data.stream import Schema
 from examples.models.registry import build
-from loka_compile.bench.operands import Operands, copies_past_l2
-from loka_compile.bench.prepare import FirstCall, Job, Preparation
-from loka_compile.bench.records import Timing
-from loka_compile.bench.timing import Call, Timer
 from loka_compile.bench.workload import Layer
 from loka_compile.costs import CostTable
 from loka_compile.costs.file import may_be_padded
 from loka_compile.costs.padded import padded_latency
 from loka_compile.gemm import Gemm, Role
 from loka_compile.header import Header
-from loka_compile.lowering.providers import COMPILE_AT_FIRST_CALL, get_provider
+from loka_compile.lowering.providers import get_provider
 from loka_compile.plan import Plan, make_plan
 from loka_compile.probe.site_errors import forms
 from loka_compile.selection.operands import OPERANDS, TRANSPOSED
@@ -100,11 +94,21 @@ class LayerStep:
     outputs: int
     choices: tuple[tuple[Role, Candidate], ...]
     dtype: str = "bfloat16"
+    #: High precision by ``torch.mm`` on the operands as they are, whatever Inductor would make of it.
+    plain: bool = False
 
     @property
     def is_native(self) -> bool:
         """Nothing of it runs in FP8."""
         return all(candidate == BASELINE for _, candidate in self.choices)
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Native alone, and Inductor would look whether padding pays."""
+        layer = Layer("", "", self.batch, self.inputs, self.outputs)
+        gemms = [layer.gemm(role, self.dtype) for role, _ in self.choices]
+        odd = any(may_be_padded(g.role.value, g.m, g.n, g.k, g.dtype) for g in gemms)
+        return self.is_native and odd and not self.plain
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -140,10 +144,7 @@ class LayerStep:
         """
         if not self.is_native:
             return runner(self, pieces)
-        gemms = [
-            Layer("", "", self.batch, self.inputs, self.outputs).gemm(role, self.dtype) for role, _ in self.choices
-        ]
-        if not any(may_be_padded(g.role.value, g.m, g.n, g.k, g.dtype) for g in gemms):
+        if not self.may_be_padded:
             return self
         if repr(self) not in pieces:
             pieces[repr(self)] = torch.compile(self.graph(), dynamic=False, fullgraph=True)  # type: ignore[assignment]
@@ -235,109 +236,3 @@ def predicted_us(layers: Sequence[LinearLayer], costs: CostTable, choose: Callab
                     layouts[(name, kind, turned)] = getattr(row, f"{key}_layout_us")
         total += sum(once.values()) + sum(layouts.values())
     return total
-
-
-@dataclass(frozen=True)
-class Group:
-    """Arms that are timed in turns; each is steps in a row."""
-
-    name: str
-    arms: Mapping[str, Sequence[LayerStep]]
-
-
-def measure(
-    groups: Sequence[Group],
-    timer: Timer,
-    operands: Operands,
-    *,
-    l2: int,
-    workers: int,
-    compile_until: float,
-    limit: float,
-    found: Callable[[Group, dict[str, Timing | str]], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Compile all pieces in parallel, in the order of the groups, and time each group as soon as it has all of its own.
-
-    Args:
-        groups: what to time, most valuable first.
-        timer: how.
-        operands: where tensors come from.
-        l2: bytes of the L2 cache.
-        workers: processes that compile; 0 compiles where it is timed.
-        compile_until: when nothing is waited for any more: an arm whose pieces are not there by then is left out.
-        limit: when no other group is begun.
-        found: called with each group and its timings.
-        clock: seconds, monotonic; both times are its.
-    """
-    with Preparation(workers) as preparation, torch.no_grad():
-        # While the processes start, the steps are traced here.
-        needs: dict[LayerStep, list[Job]] = {}
-        for group in groups:
-            for arm in group.arms.values():
-                for step in arm:
-                    if step not in needs and not step.is_native:
-                        needs[step] = [*_first_calls(step), *pieces_of(step)]  # type: ignore[list-item]
-                        preparation.add(needs[step])
-        pending, compiled = list(groups), dict[str, Compiled]()
-        while pending and clock() < limit:
-            ready = [g for g in pending if all(preparation.done(j) for j in _jobs(g, needs))]
-            if not ready and clock() < compile_until:
-                time.sleep(0.05)
-                continue
-            group = (ready or pending)[0]
-            pending.remove(group)
-            makers, timings = {}, dict[str, Timing | str]()
-            for name, arm in group.arms.items():
-                wrong = next(filter(None, (_problem(preparation, needs.get(step, [])) for step in arm)), None)
-                if wrong:
-                    timings[name] = wrong
-                else:
-                    makers[name] = functools.partial(_calls, arm, operands, l2, compiled)
-            timings |= timer.measure(makers, lambda _: None)
-            found(group, timings)
-
-
-def _jobs(group: Group, needs: Mapping[LayerStep, list[Job]]) -> list[Job]:
-    return [job for arm in group.arms.values() for step in arm for job in needs.get(step, [])]
-
-
-def _first_calls(step: LayerStep) -> list[FirstCall]:
-    layer = Layer("", "", step.batch, step.inputs, step.outputs)
-    return [
-        FirstCall(provider, recipe, layer.gemm(role, step.dtype))
-        for role, (provider, recipe) in step.choices
-        if provider in COMPILE_AT_FIRST_CALL
-    ]
-
-
-def _problem(preparation: Preparation, jobs: Sequence[Job]) -> str | None:
-    for job in jobs:
-        if not preparation.done(job):
-            return "not compiled in time"
-        answer = preparation.answer(job)
-        if answer:
-            return answer
-    return None
-
-
-def _calls(arm: Sequence[LayerStep], operands: Operands, l2: int, pieces: dict[str, Compiled]) -> list[Call]:
-    """Calls of an arm on tensors of their own; one that fills the L2 many times over needs no copies."""
-    operands.rewind()
-    dtype = getattr(torch, arm[0].dtype)
-    sizes = [rows * columns * dtype.itemsize for step in arm for rows, columns in step.shapes]
-    compiled = {step: step.compiled(pieces) for step in dict.fromkeys(arm)}
-    calls: list[Call] = []
-    for _ in range(copies_past_l2(sizes, l2, least=1)):
-        parts = []
-        for step in arm:
-            tensors = [operands.take(*shape, dtype) for shape in step.shapes]
-            parts.append(functools.partial(compiled[step], *tensors))
-        calls.append(functools.partial(_all, parts))
-    return calls
-
-
-def _all(parts: Sequence[Callable[[], object]]) -> None:
-    """In a row; what each returns is dropped at once, as a step's intermediate results are."""
-    for part in parts:
-        part()

@@ -22,8 +22,8 @@ import typer
 from rich.table import Table as Grid
 
 from benchmarks._console import console
-from benchmarks.gemm_steps import Group, linear_layers, plan_of, predicted_us
-from benchmarks.gemm_steps_run import Run
+from benchmarks.gemm_steps import linear_layers, plan_of, predicted_us
+from benchmarks.gemm_steps_run import Group, Run
 from benchmarks.table6 import MODELS, chooser, model_group, speedup
 from loka_compile.costs import CostTable
 from loka_compile.table import BASELINE

@@ -2,14 +2,15 @@
 
     python -m benchmarks.table6 --out benchmarks/results/table6_h200.json     # 150 s on one H200
 
-Three parts, all measured with CUDA graphs, quantisation included, bf16 operands of random numbers:
+Four parts, all measured with CUDA graphs, quantisation included, bf16 operands of random numbers:
 
 1. all GEMMs of a training step of Wukong (``examples.models``, size h200, batch 8192): bf16, each recipe applied
    everywhere (what it refuses stays bf16), and the plan that follows from the cost table (which pads where that pays);
 2. every different layer of which the plan puts something into FP8: bf16, the plan, and the plan with one of its GEMMs
    put back to bf16. A GEMM's speed-up is what putting it back costs, so that a quantisation that it shares with
    another is not counted as its own: none may be below 1;
-3. the forward of the 27 layers of ``loka27``, each alone: plan against bf16, geometric mean and worst case.
+3. the forward of the 27 layers of ``loka27``, each alone: plan against bf16, geometric mean and worst case;
+4. layers whose rows do not start on 16 bytes: what Inductor makes of them in bf16 (the baseline), and padded FP8.
 
 The plan here is by cost alone; what errors a recipe makes is the probe's business.
 """
@@ -30,14 +31,13 @@ from rich.table import Table as Grid
 from benchmarks._console import console
 from benchmarks.gemm_steps import (
     Candidate,
-    Group,
     LayerStep,
     LinearLayer,
     linear_layers,
     plan_of,
     step_of,
 )
-from benchmarks.gemm_steps_run import Run
+from benchmarks.gemm_steps_run import Group, Run
 from loka_compile.bench.workload import read_layers
 from loka_compile.costs import CostTable
 from loka_compile.gemm import Role
@@ -68,6 +68,11 @@ SINGLE: dict[str, dict[Role, Candidate]] = {
         GRAD_WEIGHT: ("deepgemm", "blockwise_1x128"),
     },
 }  # fmt: skip
+#: What is tried where rows do not start on 16 bytes.
+ODD: dict[str, Candidate] = {
+    "torch tensorwise_fast": ("torch", "tensorwise_fast"),
+    "triton rowwise_fast": ("triton", "rowwise_fast"),
+}
 #: The paper's own figures (table VI), for the same names.
 PAPER = {
     "torchao tensorwise": 1.05, "torchao rowwise": 1.01, "torchao rowwise_with_gw_hp": 1.08, "deepgemm blockwise": 0.85,
@@ -117,6 +122,18 @@ def layer_groups(layers: Sequence[LinearLayer], plan: Plan) -> list[Group]:
             arms[back(role)] = [dataclasses.replace(planned, choices=choices)]
         kernels = ", ".join(f"{r.value} {':'.join(kernel)}" for r, kernel in planned.choices if r in fp8)
         groups[planned] = Group(f"{layer.batch}x{layer.inputs}x{layer.outputs}: {kernels}", arms)
+    return list(groups.values())
+
+
+def odd_groups(layers: Sequence[LinearLayer]) -> list[Group]:
+    """For each different layer that Inductor may pad in bf16: ``torch.mm`` as it is, that, and padded FP8."""
+    groups: dict[LayerStep, Group] = {}
+    for layer in layers:
+        native = step_of(layer, lambda _: BASELINE)
+        if native.may_be_padded:
+            fp8 = {name: [step_of(layer, lambda _, kernel=kernel: kernel)] for name, kernel in ODD.items()}
+            plain = {"torch.mm": [dataclasses.replace(native, plain=True)], "bf16": [native]}
+            groups[native] = Group(f"{layer.batch}x{layer.inputs}x{layer.outputs}, rows off 16 bytes", plain | fp8)
     return list(groups.values())
 
 
@@ -181,7 +198,8 @@ def main(
     shape_groups, step_groups = layer_groups(shapes, forward), layer_groups(layers, plan)
     comparison, others = ({}, []) if predicted is None else predict(MODELS, size, batch, table)
     others = [group for group in others if group.name != step.name]
-    run.measure([step, *others, *shape_groups, *step_groups], limit=seconds, workers=workers)
+    odd = odd_groups([layer for name in MODELS for layer in linear_layers(name, size, batch)])
+    run.measure([step, *others, *shape_groups, *step_groups, *odd], limit=seconds, workers=workers)
     summarise(run.result, shape_groups, step_groups, loka27=len(shapes))
     run.save()
     if predicted is not None:

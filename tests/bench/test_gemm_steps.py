@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import gemm_pieces, predicted, table6
-from benchmarks.gemm_steps import Group, LayerStep, LinearLayer, linear_layers, measure, plan_of, predicted_us, step_of
-from benchmarks.gemm_steps_run import Run
+from benchmarks.gemm_steps import LayerStep, LinearLayer, linear_layers, plan_of, predicted_us, step_of
+from benchmarks.gemm_steps_run import Group, Run, measure
 from loka_compile.bench.operands import Operands
 from loka_compile.bench.prepare import Preparation
 from loka_compile.bench.records import Timing
@@ -126,6 +126,16 @@ def test_what_is_native_is_compiled_where_inductor_would_pad_it(monkeypatch):
     assert len(compiled) == len(pieces) == 1
 
 
+def test_layers_with_rows_off_16_bytes_are_measured_in_both_ways():
+    layers = [LinearLayer("a", 2048, 479, 512, tuple(Role)), LinearLayer("b", 2048, 479, 512, tuple(Role))]
+    (group,) = table6.odd_groups([*layers, LinearLayer("c", 2048, 512, 512, tuple(Role))])
+    assert list(group.arms) == ["torch.mm", "bf16", *table6.ODD]
+    plain, native, *fp8 = (arm[0] for arm in group.arms.values())
+    assert (plain.may_be_padded, native.may_be_padded) == (False, True)
+    assert plain.compiled({}) is plain
+    assert all(BASELINE not in dict(step.choices).values() for step in fp8)
+
+
 def test_equal_pieces_of_different_steps_and_kernels_are_compiled_once():
     def keys(step):
         return {piece.index: piece.key for piece in gemm_pieces.pieces_of(step)}
@@ -189,7 +199,7 @@ def test_the_first_group_that_is_ready_is_timed_first(monkeypatch):
         def answer(self, job):
             return None
 
-    monkeypatch.setattr("benchmarks.gemm_steps.Preparation", Late)
+    monkeypatch.setattr("benchmarks.gemm_steps_run.Preparation", Late)
     found = []
     measure(
         [Group("slow", {"bf16": [native], "plan": [slow]}), Group("quick", {"plan": [quick]})],
@@ -265,7 +275,7 @@ def test_an_arm_that_does_not_compile_is_named_and_the_others_are_timed(tmp_path
     def problem(preparation, jobs):
         return "no kernel" if jobs else None
 
-    monkeypatch.setattr("benchmarks.gemm_steps._problem", problem)
+    monkeypatch.setattr("benchmarks.gemm_steps_run._problem", problem)
     native, emulated = (LayerStep(64, 64, 64, ((FORWARD, kernel),)) for kernel in (BASELINE, EMULATED))
     run = Run(tmp_path / "out.json", {})
     run.measure(
