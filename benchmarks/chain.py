@@ -4,10 +4,11 @@
     python benchmarks/chain.py --only inference --widths 1024 2048 --arms A B E --seconds 60
 
 Arms: A the original model (bias, LayerNorm, SiLU), bf16, Inductor. A' the same with max-autotune. B the Mods by hand
-(no bias, BlockNorm, HardSwish), bf16, Inductor. C and D torchao float8 on the models of A and B (every recipe; the best
-counts). E ``backend="loka"`` on the model of A. N the same without FP8: Mods and fusion alone. Input arrives and output
-leaves in bf16. Medians of CUDA-graph replays, arms interleaved. ``chain.json`` is written after every case; with
-``--seconds`` no arm begins after that time. ``--prewarm 12`` first compiles everything but A' in 12 processes.
+(no bias, BlockNorm, HardSwish), bf16, Inductor. C and D torchao float8 on the models of A and B, in training
+(every recipe; the best counts). E ``backend="loka"`` on the model of A. N the same without FP8: Mods and fusion alone.
+Input arrives and output leaves in bf16. Medians of CUDA-graph replays, arms interleaved. ``chain.json`` is written after
+every case; with ``--seconds`` no arm begins after that time. ``--prewarm 12`` first compiles everything but A' in 12
+processes.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ class Run:
         for case in self.wanted():
             kind, _, width = case
             which = ["--widths", "--large"] if case == LARGE else ["--widths", str(width)]
-            for arm in [a for a in self.options.arms if a != "A'"]:
+            for arm in self.options.arms:
+                if arm == "A'" or (kind == "inference" and arm in ("C", "D")):
+                    continue
                 recipes = self.options.torchao if arm in ("C", "D") else [""]
                 for recipe in recipes:
                     more = ["--torchao", recipe] if recipe else []

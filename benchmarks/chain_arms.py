@@ -118,7 +118,7 @@ def arms(
     if "B" in wanted:
         made["B"] = lambda: torch.compile(copy.deepcopy(mods))
     for name, base in (("C", model), ("D", mods)):
-        if name in wanted:
+        if name in wanted and training:
             for recipe in torchao_recipes:
                 made[f"{name} torchao {recipe}"] = lambda base=base, recipe=recipe: torchao(base, recipe)
     fp8, high = "torch:tensorwise_fast", "high_precision:native"
