@@ -6,9 +6,9 @@
 Arms: A the original model (bias, LayerNorm, SiLU), bf16, Inductor. A' the same with max-autotune. B the Mods by hand
 (no bias, BlockNorm, HardSwish), bf16, Inductor. C and D torchao float8 on the models of A and B, in training
 (every recipe; the best counts). E ``backend="loka"`` on the model of A. N the same without FP8: Mods and fusion alone.
-Input arrives and output leaves in bf16. Medians of CUDA-graph replays, arms interleaved. ``chain.json`` is written after
-every case; with ``--seconds`` no arm begins after that time. ``--prewarm 12`` first compiles everything but A' in 12
-processes.
+Input arrives and output leaves in bf16. Medians of CUDA-graph replays, arms interleaved. ``chain.json`` is written
+after every case; with ``--seconds`` no arm begins after that time. ``--prewarm 12`` first compiles everything but A' in
+12 processes.
 """
 
 from __future__ import annotations
