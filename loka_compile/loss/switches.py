@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from loka_compile.config import LokaConfig
 from loka_compile.gemm import Gemm, Recipe, Role
 from loka_compile.lowering.joint import executor
-from loka_compile.lowering.providers import get_provider
+from loka_compile.lowering.providers import COMPILE_AT_FIRST_CALL, get_provider
 from loka_compile.lowering.providers.base import Provider
 from loka_compile.passes.manager import run_passes
 from loka_compile.passes.nodes import argument, kind, subgraphs
@@ -170,12 +170,12 @@ def gemm(
 
 
 def _runs(provider: str, recipe: str, device: str) -> tuple[Provider, Recipe]:
-    """The kernel itself where it runs here, else its emulation."""
+    """The kernel itself where it runs here, else its emulation; that too where each shape would be compiled first."""
     real, found = executor(provider, recipe, emulate=False)
     if found is None:
         real.recipe(recipe)  # raises, and names what there is
     assert found is not None
-    if real.supported(found, device) is None:
+    if provider not in COMPILE_AT_FIRST_CALL and real.supported(found, device) is None:
         return real, found
     emulated, same = executor(provider, recipe, emulate=True)
     if same is None:
