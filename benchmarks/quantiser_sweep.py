@@ -50,67 +50,34 @@ def t(block_m: int, block_n: int, warps: int, group: int = 8, **more: Any) -> Ti
 
 #: What is tried. A kernel that has two passes gets the maxima's and the cast's candidates, one changed at a time, and
 #: at the end the best of each together.
-ROWS_1X128 = [t(32, 128, 4, g) for g in (1, 8, 64)] + [
-    t(8, 512, 4, 1), t(16, 256, 4, 1), t(16, 256, 4, 8), t(4, 1024, 4, 1), t(8, 512, 8, 1), t(16, 512, 8, 1),
-    t(64, 128, 8, 8), t(16, 128, 2, 8), t(32, 128, 4, 8, held=True), t(8, 512, 4, 1, held=True),
-    t(32, 128, 4, 8, evict="evict_first"), t(8, 512, 4, 1, evict="evict_first"),
-    t(32, 128, 4, 8, early=False), t(8, 512, 4, 1, early=False),
+ROWS_1X128 = [t(8, 512, w, g) for w in (4, 8) for g in (1, 8)] + [
+    t(32, 128, 4, 8), t(16, 256, 4, 8), t(4, 1024, 4, 1), t(16, 512, 8, 1), t(8, 512, 4, 1, held=True),
 ]  # fmt: skip
-SQUARES = [t(128, 128, w, g) for w in (4, 8, 16) for g in (1, 8)] + [
-    t(128, 128, 8, 64), t(128, 128, 8, 8, registers=80), t(128, 128, 16, 8, registers=64), t(128, 256, 16, 8),
-    t(128, 128, 8, 8, evict="evict_first"), t(128, 128, 8, 8, early=False), t(128, 128, 16, 8, early=False),
-    t(128, 128, 16, 1, evict="evict_first"), t(128, 128, 8, 1, held=True), t(128, 128, 8, 8, held=True),
-    t(128, 128, 8, 2, held=True), t(128, 128, 8, 64, held=True), t(128, 128, 16, 8, held=True),
-    t(128, 128, 8, 8, held=True, evict="evict_first"), t(128, 128, 8, 8, held=True, early=False),
-    t(128, 128, 8, 8, held=True, registers=80), t(128, 128, 4, 8, held=True),
-    t(128, 128, 8, 8, held=True, evict="evict_first", keep="evict_first"),
+SQUARES = [
+    t(128, 128, w, g, registers=r, held=h) for w, r in ((4, 0), (8, 0), (8, 80), (16, 0)) for g in (1, 8)
+    for h in (False, True)
 ]  # fmt: skip
-TURNED_1X128 = [t(128, n, w, g) for n, w in ((64, 4), (128, 8), (64, 8), (32, 2), (128, 16)) for g in (1, 8)] + [
-    t(128, 64, 4, 64), t(128, 32, 4, 8), t(128, 64, 4, 8, registers=80), t(128, 64, 4, 2, registers=80),
-    t(128, 128, 8, 8, registers=80), t(128, 128, 8, 2, registers=80), t(128, 64, 4, 8, registers=64),
-    t(128, 128, 8, 8, registers=80, evict="evict_first"), t(128, 64, 4, 8, early=False),
-    t(128, 128, 8, 8, registers=80, early=False), t(128, 256, 16, 8, registers=80),
-    *[t(128, n, w, g, held=True) for n, w in ((64, 4), (128, 8), (32, 2)) for g in (1, 2, 8, 64)],
-    t(128, 64, 4, 8, held=True, evict="evict_first"), t(128, 128, 8, 8, held=True, evict="evict_first"),
-    t(128, 64, 4, 8, held=True, early=False), t(128, 64, 8, 8, held=True),
-    t(128, 64, 4, 8, held=True, evict="evict_first", keep="evict_first"),
+TURNED_1X128 = [
+    t(128, n, w, g, registers=r, held=h) for n, w in ((64, 4), (128, 8), (32, 2)) for g in (1, 8)
+    for r, h in ((80, False), (0, True))
 ]  # fmt: skip
-BOTH_BLOCKS = [t(128, 128, w, g) for w in (8, 16) for g in (1, 8)] + [
-    t(128, 128, w, g, registers=r, pairs=True) for w, r in ((8, 0), (8, 80), (16, 0), (16, 64), (4, 0)) for g in (1, 8)
-] + [
-    t(128, 128, 8, 8, registers=96), t(128, 128, 8, 8, registers=128), t(128, 128, 16, 8, registers=64),
-    t(128, 128, 8, 8, registers=80, pairs=True, early=False), t(128, 128, 8, 8, early=False),
-    t(128, 128, 8, 64, registers=80, pairs=True), t(128, 128, 16, 64, registers=64),
-    t(128, 128, 8, 8, registers=96, evict="evict_first"),
-    *[t(128, 128, 8, g, held=True, pairs=p) for p in (False, True) for g in (1, 2, 8, 64)],
-    *[t(128, 128, 8, 8, held=True, pairs=p, early=False) for p in (False, True)],
-    *[t(128, 128, 8, 8, held=True, pairs=p, registers=80) for p in (False, True)],
-    *[t(128, 128, 16, 8, held=True, pairs=p) for p in (False, True)],
-    t(128, 128, 8, 8, held=True, evict="evict_first"),
-    t(128, 128, 8, 8, held=True, evict="evict_first", keep="evict_first"),
-]  # fmt: skip
+BOTH_1X128 = [t(128, 128, 8, g, registers=r) for g in (1, 2, 8) for r in (0, 64, 72, 80, 96)] + [
+    t(128, 128, 16, g, registers=r) for g in (1, 8) for r in (0, 40)
+] + [t(128, 128, 4, 8, registers=r) for r in (0, 128, 160)]  # fmt: skip
 MAXIMA = [
-    t(32, 128, 4, 8, steps=4), t(128, 128, 8, 8), t(64, 128, 8, 8, steps=2), t(32, 128, 4, 8, steps=2),
-    t(32, 128, 4, 1, steps=4), t(64, 128, 8, 1, steps=4), t(64, 64, 4, 8, steps=2), t(64, 64, 4, 8, steps=4),
-    t(32, 128, 4, 8, steps=8, stages=3), t(64, 128, 8, 8, steps=4, stages=3), t(32, 128, 4, 8, steps=8, stages=4),
-    t(16, 256, 4, 8, steps=4), t(32, 256, 8, 8, steps=4), t(32, 256, 8, 8, steps=8, stages=3), t(128, 64, 8, 8),
-    t(16, 512, 8, 8, steps=4), t(32, 512, 16, 8, steps=4), t(32, 128, 4, 8, steps=4, evict="evict_last"),
-    t(64, 128, 8, 8, steps=2, evict="evict_last"), t(64, 128, 4, 8), t(64, 128, 8, 8, steps=2, early=False),
-    t(128, 128, 8, 8, evict="evict_last"), t(64, 128, 8, 2, steps=2), t(128, 128, 16, 8),
+    t(m, n, w, g, steps=steps) for m, n, w in ((64, 64, 4), (32, 64, 4), (32, 128, 4), (64, 128, 8), (128, 64, 8))
+    for steps in (1, 2, 4) for g in (1, 8)
+] + [
+    t(128, 128, 8, 8), t(128, 128, 16, 8), t(32, 32, 2, 8, steps=2), t(64, 32, 2, 8, steps=2),
+    t(16, 256, 4, 8, steps=2),
+    t(16, 256, 4, 8, steps=4), t(32, 256, 8, 8, steps=2), t(8, 512, 4, 8, steps=4), t(64, 64, 4, 8, steps=8),
 ]  # fmt: skip
 CASTS = [
-    t(128, n, w, g) for n, w in ((64, 4), (128, 8), (128, 16), (64, 8), (32, 2)) for g in (1, 8)
-] + [
-    t(64, 64, 4, 8), t(64, 128, 4, 8), t(256, 64, 8, 8), t(128, 64, 4, 8, evict="evict_first"),
-    t(128, 128, 8, 8, evict="evict_first"), t(128, 64, 4, 8, registers=80), t(128, 128, 8, 8, registers=80),
-    t(128, 128, 8, 64), t(128, 128, 8, 8, early=False), t(64, 128, 8, 8),
-    t(128, 64, 4, 8, keep="evict_first"), t(128, 64, 4, 8, evict="evict_first", keep="evict_first"),
-    t(128, 128, 8, 8, evict="evict_first", keep="evict_first"), t(128, 64, 4, 64), t(128, 64, 4, 2),
-]  # fmt: skip
-CASTS_X = [t(32, 128, 4, g) for g in (1, 8)] + [
-    t(8, 512, 4, 1), t(8, 512, 4, 8), t(16, 256, 4, 8), t(64, 128, 8, 8), t(32, 128, 4, 8, evict="evict_first"),
-    t(4, 1024, 4, 8), t(32, 128, 4, 8, early=False), t(32, 128, 4, 8, evict="evict_first", keep="evict_first"),
-]  # fmt: skip
+    t(m, n, w, g) for m, n, w in ((128, 64, 4), (128, 128, 8), (64, 128, 4), (64, 64, 4), (64, 128, 8), (64, 64, 2))
+    for g in (1, 8)
+] + [t(128, 128, 16, 1), t(128, 64, 8, 8), t(256, 64, 8, 8), t(128, 128, 8, 8, registers=80),
+     t(128, 64, 4, 8, registers=80), t(64, 128, 4, 8, registers=80), t(64, 256, 8, 8)]  # fmt: skip
+CASTS_X = [t(32, 128, 4, g) for g in (1, 8)] + [t(8, 512, 4, 1), t(8, 512, 4, 8), t(16, 256, 4, 8), t(64, 128, 8, 8)]
 
 
 def candidates(scaling: str, output: str) -> Iterator[Tiles]:
@@ -118,17 +85,13 @@ def candidates(scaling: str, output: str) -> Iterator[Tiles]:
     yield {}
     if scaling in ("1x128", "128x128"):
         lists = {
-            "1x128 x": ROWS_1X128, "128x128 x": SQUARES, "1x128 x.T": TURNED_1X128,
-            "128x128 x.T": [*SQUARES, t(128, 128, 8, 2)], "1x128 both": BOTH_BLOCKS, "128x128 both": BOTH_BLOCKS,
+            "1x128 x": ROWS_1X128, "128x128 x": SQUARES, "1x128 x.T": TURNED_1X128, "128x128 x.T": SQUARES,
+            "1x128 both": BOTH_1X128, "128x128 both": SQUARES,
         }  # fmt: skip
         name = f"{scaling} {output}"
         for tile in lists[name]:
-            # Squares of x.T are 128 by 128.
-            if not (name == "128x128 x.T" and tile.block_n != 128):
-                yield {name: tile}
-    elif scaling == "rowwise" and output == "x":
-        yield {"rows": Tile(early=False)}
-    else:
+            yield {name: tile}
+    elif scaling == "tensorwise" or output != "x":
         for tile in MAXIMA:
             yield {"amax all" if scaling == "tensorwise" else f"amax {output}": tile}
         for tile in CASTS_X if output == "x" else CASTS:
@@ -138,16 +101,8 @@ def candidates(scaling: str, output: str) -> Iterator[Tiles]:
 def short(tiles: Tiles) -> str:
     def one(tile: Tile) -> str:
         text = f"{tile.block_m}x{tile.block_n}/w{tile.warps}/g{tile.group}"
-        more = {"/steps": tile.steps, "/stages": tile.stages, "/r": tile.registers}
-        text += "".join(f"{k}{v}" for k, v in more.items() if v > 1)
-        return (
-            text
-            + f"/{tile.evict}" * bool(tile.evict)
-            + "/pairs" * tile.pairs
-            + "/held" * tile.held
-            + f"/stores {tile.keep}" * bool(tile.keep)
-            + "/late" * (not tile.early)
-        )
+        text += f"/steps{tile.steps}" * (tile.steps > 1) + f"/r{tile.registers}" * bool(tile.registers)
+        return text + "/held" * tile.held
 
     return " ".join(f"{name.split()[0]} {one(tile)}" for name, tile in tiles.items()) or "shipped"
 

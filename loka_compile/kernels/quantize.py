@@ -23,7 +23,7 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.quantize_kernels import (
-    _amax_kernel, _blocks_kernel, _cast_kernel, _rows_kernel, _zero_kernel
+    _amax_kernel, _amax_pairs_kernel, _blocks_kernel, _both_1x128_kernel, _cast_kernel, _rows_kernel, _zero_kernel
 )  # fmt: skip
 from loka_compile.kernels.quantize_tiles import TILES, Tile
 from loka_compile.kernels.reference import LIMITS
@@ -32,6 +32,7 @@ from loka_compile.kernels.reference import LIMITS
 BLOCK = 128
 #: Elements of a row that one program holds in registers; a longer row is read twice.
 ROW = 16384
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @torch.no_grad()
@@ -66,6 +67,7 @@ def quantize(
     }  # fmt: skip
     # Rows of x.T are written as words where they are made of whole ones.
     kind_t = {"words": m // 4, "WORDS": m % 4 == 0, "WRITE_Q": with_q, "WRITE_QT": with_qt, **kind}
+    pairs = _pairs(x) if output == "both" else None
 
     def scales(*shape: int, wanted: bool = True) -> Tensor:
         return torch.empty(shape if wanted else (0,), dtype=torch.float32, device=device)
@@ -79,11 +81,16 @@ def quantize(
         s = scales(*((blocks_m, blocks_n) if square else (blocks_n, m)), wanted=with_q)
         st = scales(*((blocks_n, blocks_m) if square else (blocks_m, n)), wanted=with_qt)
         tile = tiles[f"{scaling} {output}"]
-        pairs = tile.pairs and output == "both"
-        _blocks_kernel[(grid(tile)[0] * (1 + pairs),)](
-            x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square, PAIRS=pairs, KEEP=tile.keep,
-            HELD=tile.held and kind["PTX"] and x.element_size() == 2, **_options(tile, x),
-        )  # fmt: skip
+        if pairs is not None and not square:
+            _both_1x128_kernel[grid(tile)](
+                pairs, q, s, qt, st, m, n // 2, pairs.stride(0), m // 4, 0, m % 4 == 0, **kind, X_TYPE=_TYPES[x.dtype],
+                GROUP=tile.group, **_launch(tile, x),
+            )  # fmt: skip
+        else:
+            _blocks_kernel[grid(tile)](
+                x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square,
+                HELD=tile.held and kind["PTX"] and x.element_size() == 2, **_sizes(tile), **_launch(tile, x),
+            )  # fmt: skip
         return (q, s, qt, st) if square else (q, s.t() if with_q else s, qt, st.t() if with_qt else st)
     if scaling == "rowwise" and not with_qt:
         s = scales(m, 1)
@@ -91,7 +98,7 @@ def quantize(
         block_m = max(1, 2048 // block_n)
         _rows_kernel[(triton.cdiv(m, block_m),)](
             x, q, s, m, n, x.stride(0), **kind, ONCE=n <= block_n, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=4 if block_n <= 4096 else 8, num_stages=1, **_early(tiles["rows"], x),
+            num_warps=4 if block_n <= 4096 else 8, num_stages=1, **dev.early(device),
         )  # fmt: skip
         return q, s, qt, scales(wanted=False)
     everything = scaling == "tensorwise"
@@ -104,27 +111,35 @@ def quantize(
     s = scales(*(() if everything else (m, 1)), wanted=with_q)
     st = scales(*(() if everything else (n, 1)), wanted=with_qt)
     tile = tiles[f"amax {'all' if everything else output}"]
-    _amax_kernel[grid(tile)](
-        x, rows, columns, m, n, x.stride(0), ALL=everything, BY_ROW=with_q and not everything,
-        BY_COLUMN=with_qt and not everything, STEPS=tile.steps, STAGES=tile.stages, **_options(tile, x),
-    )  # fmt: skip
+    if pairs is not None and not everything:
+        _amax_pairs_kernel[grid(tile)](
+            pairs, rows, columns, m, n // 2, pairs.stride(0), X_TYPE=_TYPES[x.dtype], PTX=kind["PTX"],
+            STEPS=tile.steps, **(_sizes(tile) | {"BLOCK_N": tile.block_n // 2}), **_launch(tile, x),
+        )  # fmt: skip
+    else:
+        _amax_kernel[grid(tile)](
+            x, rows, columns, m, n, x.stride(0), ALL=everything, BY_ROW=with_q and not everything,
+            BY_COLUMN=with_qt and not everything, STEPS=tile.steps, **_sizes(tile), **_launch(tile, x),
+        )  # fmt: skip
     tile = tiles[f"cast {output}"]
     _cast_kernel[grid(tile)](
-        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything, KEEP=tile.keep,
-        **_options(tile, x),
-    )  # fmt: skip
+        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything, **_sizes(tile), **_launch(tile, x)
+    )
     return q, s, qt, st
 
 
-def _early(tile: Tile, x: Tensor) -> dict[str, Any]:
-    return dev.early(x.device) if tile.early else {"PDL": False}
+def _pairs(x: Tensor) -> Tensor | None:
+    """x [M, N] of 16-bit numbers as int32 [M, N/2]; None where neighbours do not make whole words."""
+    if x.element_size() != 2 or any(size % 2 for size in (x.shape[1], x.stride(0), x.storage_offset())):
+        return None
+    return x.view(torch.int32)
 
 
-def _options(tile: Tile, x: Tensor) -> dict[str, Any]:
-    """A tile as arguments of a launch."""
-    options = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": tile.group, "EVICT": tile.evict,
-        "num_warps": tile.warps, "num_stages": 1, **_early(tile, x),
-    }  # fmt: skip
+def _sizes(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": tile.group}
+
+
+def _launch(tile: Tile, x: Tensor) -> dict[str, Any]:
+    options = {"num_warps": tile.warps, "num_stages": 1, **dev.early(x.device)}
     # In fp32 a tile alone takes as many registers.
     return options | ({"maxnreg": tile.registers} if tile.registers and x.element_size() == 2 else {})

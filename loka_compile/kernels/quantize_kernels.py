@@ -1,12 +1,15 @@
 """What runs on the GPU for the FP8 quantisers of :mod:`loka_compile.kernels.quantize`.
 
-They should wait for memory alone, and an H200 has time for about 20 instructions an element while it moves it:
+They should wait for memory alone, and an H200 has time for about 20 instructions an element while it moves it (14 in a
+pass that only reads). So:
 
-* x is held in registers from the maxima to the casts, and the cast itself saturates;
+* x is held in registers from the maxima to the casts, the cast itself saturates, and nothing is divided;
 * x.T is turned as words. A program loads the rows 4i, 4i + 1, 4i + 2 and 4i + 3 as four tiles, so that a thread has four
   neighbours of a row of x.T. It packs them into an int32, and threads exchange those, not bytes. That also keeps clear
   of Triton 3.6's wrong code for transposed FP8 stores next to min.NaN and max.NaN (triton-lang/triton #11111), for
-  which maxima are compared as integers, too.
+  which maxima are compared as integers, too;
+* where maxima of rows and of columns are both wanted, 16-bit numbers are compared two at a time ("pairs": an int32 with
+  two neighbours of a row of x).
 """
 
 from __future__ import annotations
@@ -21,28 +24,31 @@ _FLOOR = tl.constexpr(0x2B8CBCCC)
 
 
 @triton.jit
-def _scale_of(largest, LIMIT: tl.constexpr):
+def _scale_of(largest, LIMIT: tl.constexpr, PTX: tl.constexpr):
     """From maxima as :func:`device.bits`: the scale that multiplies FP8 data, and what x is multiplied by.
 
-    Without exact divisions: their slow path, once for each column in each thread, takes longer than the memory.
+    No division, which is ten instructions for each column in each thread: no scale is subnormal, nor its inverse.
     """
     scale = tl.maximum(largest, _FLOOR).to(tl.float32, bitcast=True) * (1.0 / LIMIT)
+    if PTX:
+        return scale, tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
     return scale, 1.0 / scale
 
 
 @triton.jit
-def _load(X, rm, rn, M, N, stride, EVICT: tl.constexpr):
+def _load(X, rm, rn, M, N, stride):
     mask = (rm[:, None] < M) & (rn[None, :] < N)
-    ptr = X + rm.to(tl.int64)[:, None] * stride + rn[None, :]
-    return tl.load(ptr, mask=mask, other=0.0, eviction_policy=EVICT)
+    return tl.load(X + rm.to(tl.int64)[:, None] * stride + rn[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def _load4(X, rw, rn, M, N, stride, EVICT: tl.constexpr):
+def _load4(X, rw, rn, M, N, stride):
     """Rows 4 * rw to 4 * rw + 3, as four tiles: a thread has the same element of each."""
     return (
-        _load(X, 4 * rw, rn, M, N, stride, EVICT), _load(X, 4 * rw + 1, rn, M, N, stride, EVICT),
-        _load(X, 4 * rw + 2, rn, M, N, stride, EVICT), _load(X, 4 * rw + 3, rn, M, N, stride, EVICT),
+        _load(X, 4 * rw, rn, M, N, stride), _load(X, 4 * rw + 1, rn, M, N, stride),
+        _load(X, 4 * rw + 2, rn, M, N, stride), _load(X, 4 * rw + 3, rn, M, N, stride),
     )  # fmt: skip
 
 
@@ -61,25 +67,19 @@ def _bits4(x):
 
 
 @triton.jit
-def _store_q(
-    Q, x, inverse, rm, rn, M, N, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr, KEEP: tl.constexpr
-):  # fmt: skip
+def _store_q(Q, x, inverse, rm, rn, M, N, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
     q = dev.to_fp8(x, inverse, TYPE, LIMIT, PTX)
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=mask, eviction_policy=KEEP)
+    tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=(rm[:, None] < M) & (rn[None, :] < N))
 
 
 @triton.jit
-def _store_qt(
-    QT, x, inverse, rw, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr,
-    KEEP: tl.constexpr,
-):  # fmt: skip
-    """Four tiles as the rows rn of x.T, each ``words`` words long, or M bytes if M is no multiple of 4 (words = 0)."""
-    packed = tl.trans(dev.pack4(x[0], x[1], x[2], x[3], inverse, TYPE, LIMIT, PTX))
+def _store_words(QT, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
+    """Words of four rows of x as the rows rn of x.T: each of ``words`` words, or of M bytes that are no whole words."""
     row = rn.to(tl.int64)[:, None]
+    packed = tl.trans(packed)
     if WORDS:
         ptr = QT.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :]
-        tl.store(ptr, packed, mask=(rn[:, None] < N) & (rw[None, :] < words), eviction_policy=KEEP)
+        tl.store(ptr, packed, mask=(rn[:, None] < N) & (rw[None, :] < words))
     else:
         ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True) + row * M + 4 * rw[None, :]
         for i in tl.static_range(4):
@@ -88,10 +88,18 @@ def _store_qt(
 
 
 @triton.jit
+def _store_qt(
+    QT, x, inverse, rw, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr
+):
+    """Four tiles of rows as x.T."""
+    packed = dev.pack4(x[0], x[1], x[2], x[3], inverse, TYPE, LIMIT, PTX)
+    _store_words(QT, packed, rw, rn, M, N, words, WORDS)
+
+
+@triton.jit
 def _blocks(
     X, Q, S, pid_m, pid_n, M, N, stride, TYPE: tl.constexpr, LIMIT: tl.constexpr, SQUARE: tl.constexpr,
-    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr, KEEP: tl.constexpr,
-    HELD: tl.constexpr,
+    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """x of a tile that holds whole blocks, side by side."""
     COUNT: tl.constexpr = BLOCK_N // 128
@@ -99,81 +107,160 @@ def _blocks(
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rb = pid_n * COUNT + tl.arange(0, COUNT)
     blocks = tl.cdiv(N, 128)
-    x = _load(X, rm, rn, M, N, stride, EVICT)
+    x = _load(X, rm, rn, M, N, stride)
     if SQUARE:
         tiles = tl.reshape(x, (BLOCK_M // 128, 128, COUNT, 128))
-        largest = tl.max(tl.max(dev.bits(tiles), axis=3), axis=1)
-        scale, inverse = _scale_of(largest, LIMIT)
+        scale, inverse = _scale_of(tl.max(tl.max(dev.bits(tiles), axis=3), axis=1), LIMIT, PTX)
         rs = pid_m * (BLOCK_M // 128) + tl.arange(0, BLOCK_M // 128)
         tl.store(S + rs[:, None] * blocks + rb[None, :], scale, mask=(rs[:, None] * 128 < M) & (rb[None, :] < blocks))
         x = tl.reshape(_held(tiles, HELD).to(tl.float32) * inverse[:, None, :, None], (BLOCK_M, BLOCK_N))
     else:
         tiles = tl.reshape(x, (BLOCK_M, COUNT, 128))
-        scale, inverse = _scale_of(tl.max(dev.bits(tiles), axis=2), LIMIT)
+        scale, inverse = _scale_of(tl.max(dev.bits(tiles), axis=2), LIMIT, PTX)
         mask = (rm[:, None] < M) & (rb[None, :] < blocks)
         tl.store(S + rb.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=mask)
         x = tl.reshape(_held(tiles, HELD).to(tl.float32) * inverse[:, :, None], (BLOCK_M, BLOCK_N))
-    _store_q(Q, x, 1.0, rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
+    _store_q(Q, x, 1.0, rm, rn, M, N, TYPE, LIMIT, PTX)
 
 
 @triton.jit
 def _blocks_t(
     X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
-    SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, EVICT: tl.constexpr,
-    KEEP: tl.constexpr, HELD: tl.constexpr,
+    SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """x.T of a tile of 128 rows, and x too if asked for."""
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rw = pid_m * 32 + tl.arange(0, 32)
-    x = _load4(X, rw, rn, M, N, stride, EVICT)
+    x = _load4(X, rw, rn, M, N, stride)
     if SQUARE:
-        scale, inverse = _scale_of(tl.max(_bits4(x)), LIMIT)
+        scale, inverse = _scale_of(tl.max(_bits4(x)), LIMIT, PTX)
         x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
         tl.store(ST + pid_n * tl.cdiv(M, 128) + pid_m, scale)
-        _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
+        _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
         if WRITE_Q:
             tl.store(S + pid_m * tl.cdiv(N, BLOCK_N) + pid_n, scale)
             for i in tl.static_range(4):
-                _store_q(Q, x[i], inverse, 4 * rw + i, rn, M, N, TYPE, LIMIT, PTX, KEEP)
+                _store_q(Q, x[i], inverse, 4 * rw + i, rn, M, N, TYPE, LIMIT, PTX)
     else:
-        scale, inverse = _scale_of(tl.max(_bits4(x), axis=0), LIMIT)
+        scale, inverse = _scale_of(tl.max(_bits4(x), axis=0), LIMIT, PTX)
         x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
         tl.store(ST + pid_m.to(tl.int64) * N + rn, scale, mask=rn < N)
-        _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
+        _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
         if WRITE_Q:
             for i in tl.static_range(4):
                 rm = 4 * rw + i
-                scale, inverse = _scale_of(tl.max(dev.bits(x[i]), axis=1), LIMIT)
+                scale, inverse = _scale_of(tl.max(dev.bits(x[i]), axis=1), LIMIT, PTX)
                 tl.store(S + pid_n.to(tl.int64) * M + rm, scale, mask=rm < M)
-                _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
+                _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
 
 
 @triton.jit
 def _blocks_kernel(
     X, Q, S, QT, ST, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
     SQUARE: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, KEEP: tl.constexpr, PAIRS: tl.constexpr,
-    HELD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With PAIRS, two programs share a tile: one makes x, the other x.T, and the second to load finds it in L2."""
     dev.wait(PDL)
-    pid = tl.program_id(0) // (2 if PAIRS else 1)
-    pid_m, pid_n = dev.tile_of(pid, M, N, BLOCK_M, BLOCK_N, GROUP)
-    if PAIRS:
-        if tl.program_id(0) % 2 == 0:
-            _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, KEEP, HELD)
-        else:
-            _blocks_t(
-                X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, False, PTX, BLOCK_N,
-                EVICT, KEEP, HELD,
-            )  # fmt: skip
-    elif WRITE_QT:
+    pid_m, pid_n = dev.tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    if WRITE_QT:
         _blocks_t(
-            X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, WRITE_Q, PTX, BLOCK_N,
-            EVICT, KEEP, HELD,
-        )  # fmt: skip
+            X, Q, S, QT, ST, pid_m, pid_n, M, N, stride, words, WORDS, TYPE, LIMIT, SQUARE, WRITE_Q, PTX, BLOCK_N, HELD
+        )
     else:
-        _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, EVICT, KEEP, HELD)
+        _blocks(X, Q, S, pid_m, pid_n, M, N, stride, TYPE, LIMIT, SQUARE, PTX, BLOCK_M, BLOCK_N, HELD)
+
+
+@triton.jit
+def _low(pairs, TYPE: tl.constexpr):
+    """The first number of each pair, in fp32."""
+    if TYPE == tl.bfloat16:
+        return (pairs << 16).to(tl.float32, bitcast=True)
+    else:
+        return pairs.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(pairs, TYPE: tl.constexpr):
+    """The second number of each pair, in fp32."""
+    if TYPE == tl.bfloat16:
+        return (pairs & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _both_halves(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _max_pairs(a, b, PTX: tl.constexpr):
+    """The larger of two magnitudes, in each half. Integers order 16-bit floats, NaN above infinity."""
+    if PTX:
+        return _both_halves(a, b)
+    return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
+
+
+@triton.jit
+def _largest_pairs(size, AXIS: tl.constexpr, PTX: tl.constexpr):
+    if PTX:
+        return tl.reduce(size, AXIS, _both_halves)
+    return tl.max(size & 0xFFFF, axis=AXIS) | (tl.max(size >> 16, axis=AXIS) << 16)
+
+
+@triton.jit
+def _of_row(pairs, TYPE: tl.constexpr):
+    """Maxima of rows from those of each half, as :func:`device.bits`."""
+    return tl.maximum(dev.bits(_low(pairs, TYPE)), dev.bits(_high(pairs, TYPE)))
+
+
+@triton.jit
+def _of_columns(pairs, COUNT: tl.constexpr, TYPE: tl.constexpr):
+    """Maxima of columns, as :func:`device.bits`."""
+    return tl.reshape(tl.join(dev.bits(_low(pairs, TYPE)), dev.bits(_high(pairs, TYPE))), (COUNT,))
+
+
+@triton.jit
+def _both_1x128_kernel(
+    X, Q, S, QT, ST, M, N, stride, words, zero, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
+    X_TYPE: tl.constexpr, PTX: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x and x.T in 1x128 from pairs: N and stride count those. A tile is 128 by 128 numbers."""
+    dev.wait(PDL)
+    pid_m, pid_n = dev.tile_of(tl.program_id(0), M, N, 128, 64, GROUP)
+    rp = pid_n * 64 + tl.arange(0, 64)
+    rw = pid_m * 32 + tl.arange(0, 32)
+    rm = pid_m * 128 + tl.arange(0, 128)
+    rn = pid_n * 128 + tl.arange(0, 128)
+    x = _load4(X, rw, rp, M, N, stride)
+    a, b, c, d = x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, x[2] & 0x7FFF7FFF, x[3] & 0x7FFF7FFF
+    largest = _max_pairs(_max_pairs(a, b, PTX), _max_pairs(c, d, PTX), PTX)
+    a, b, c, d = (
+        _largest_pairs(a, 1, PTX), _largest_pairs(b, 1, PTX), _largest_pairs(c, 1, PTX), _largest_pairs(d, 1, PTX)
+    )  # fmt: skip
+    scale, inverse = _scale_of(_of_columns(_largest_pairs(largest, 0, PTX), 128, X_TYPE), LIMIT, PTX)
+    tl.store(ST + pid_m.to(tl.int64) * (2 * N) + rn, scale, mask=rn < 2 * N)
+    first, second = tl.split(tl.reshape(inverse, (64, 2)))
+    low = dev.pack4(
+        _low(x[0], X_TYPE), _low(x[1], X_TYPE), _low(x[2], X_TYPE), _low(x[3], X_TYPE), first[None, :], TYPE, LIMIT, PTX
+    )
+    high = dev.pack4(
+        _high(x[0], X_TYPE), _high(x[1], X_TYPE), _high(x[2], X_TYPE), _high(x[3], X_TYPE), second[None, :], TYPE,
+        LIMIT, PTX,
+    )  # fmt: skip
+    _store_words(QT, tl.reshape(tl.join(low, high), (32, 128)), rw, rn, M, 2 * N, words, WORDS)
+    rows = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (128,))
+    scale, _ = _scale_of(_of_row(rows, X_TYPE), LIMIT, PTX)
+    tl.store(S + pid_n.to(tl.int64) * M + rm, scale, mask=rm < M)
+    # Eight numbers a thread, as it has them: more in a store would mean to exchange them first.
+    rn = tl.max_contiguous(tl.multiple_of(rn, 8), 8)
+    rows4 = (a, b, c, d)
+    for i in tl.static_range(4):
+        _, inverse = _scale_of(_of_row(rows4[i], X_TYPE), LIMIT, PTX)
+        # zero is 0, which the compiler does not know: it would keep x in fp32 from the first use to the last.
+        y = x[i] ^ zero
+        y = tl.reshape(tl.join(_low(y, X_TYPE), _high(y, X_TYPE)), (32, 128))
+        _store_q(Q, y, inverse[:, None], 4 * rw + i, rn, M, 2 * N, TYPE, LIMIT, PTX)
 
 
 @triton.jit
@@ -186,17 +273,17 @@ def _rows_kernel(
     rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tl.arange(0, BLOCK_N)
     if ONCE:
-        x = _load(X, rm, rn, M, N, stride, "")
-        scale, inverse = _scale_of(tl.max(dev.bits(x), axis=1), LIMIT)
-        _store_q(Q, x, inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX, "")
+        x = _load(X, rm, rn, M, N, stride)
+        scale, inverse = _scale_of(tl.max(dev.bits(x), axis=1), LIMIT, PTX)
+        _store_q(Q, x, inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
     else:
         largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
         for start in range(0, N, BLOCK_N):
-            largest = tl.maximum(largest, dev.bits(_load(X, rm, start + rn, M, N, stride, "")))
-        scale, inverse = _scale_of(tl.max(largest, axis=1), LIMIT)
+            largest = tl.maximum(largest, dev.bits(_load(X, rm, start + rn, M, N, stride)))
+        scale, inverse = _scale_of(tl.max(largest, axis=1), LIMIT, PTX)
         for start in range(0, N, BLOCK_N):
-            x = _load(X, rm, start + rn, M, N, stride, "")
-            _store_q(Q, x, inverse[:, None], rm, start + rn, M, N, TYPE, LIMIT, PTX, "")
+            x = _load(X, rm, start + rn, M, N, stride)
+            _store_q(Q, x, inverse[:, None], rm, start + rn, M, N, TYPE, LIMIT, PTX)
     tl.store(S + rm, scale, mask=rm < M)
 
 
@@ -211,8 +298,7 @@ def _zero_kernel(OUT, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def _amax_kernel(
     X, ROWS, COLUMNS, M, N, stride, ALL: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first pass: maxima as :func:`device.bits`, of everything or of rows and columns, into zeros.
 
@@ -223,10 +309,9 @@ def _amax_kernel(
     pid_m, pid_n = dev.tile_of(tl.program_id(0), M, N, BLOCK_M * STEPS, BLOCK_N, GROUP)
     rm = pid_m * (BLOCK_M * STEPS) + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    UNROLL: tl.constexpr = 1 if STAGES > 1 or STEPS == 1 else (4 if STEPS % 4 == 0 else 2)
     largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for _ in tl.range(0, STEPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        size = dev.bits(_load(X, rm, rn, M, N, stride, EVICT))
+    for _ in tl.static_range(STEPS):
+        size = dev.bits(_load(X, rm, rn, M, N, stride))
         if BY_ROW:
             tl.atomic_max(ROWS + rm, tl.max(size, axis=1), mask=rm < M, sem="relaxed")
         largest = tl.maximum(largest, size)
@@ -238,11 +323,31 @@ def _amax_kernel(
 
 
 @triton.jit
+def _amax_pairs_kernel(
+    X, ROWS, COLUMNS, M, N, stride, X_TYPE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Maxima of rows and of columns from pairs; N, stride and BLOCK_N count those."""
+    dev.wait(PDL)
+    pid_m, pid_n = dev.tile_of(tl.program_id(0), M, N, BLOCK_M * STEPS, BLOCK_N, GROUP)
+    rm = pid_m * (BLOCK_M * STEPS) + tl.arange(0, BLOCK_M)
+    rp = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rn = pid_n * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+    largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for _ in tl.static_range(STEPS):
+        size = _load(X, rm, rp, M, N, stride) & 0x7FFF7FFF
+        tl.atomic_max(ROWS + rm, _of_row(_largest_pairs(size, 1, PTX), X_TYPE), mask=rm < M, sem="relaxed")
+        largest = _max_pairs(largest, size, PTX)
+        rm += BLOCK_M
+    columns = _of_columns(_largest_pairs(largest, 0, PTX), 2 * BLOCK_N, X_TYPE)
+    tl.atomic_max(COLUMNS + rn, columns, mask=rn < 2 * N, sem="relaxed")
+
+
+@triton.jit
 def _cast_kernel(
     X, ROWS, COLUMNS, Q, S, QT, ST, M, N, stride, words, WORDS: tl.constexpr, TYPE: tl.constexpr,
     LIMIT: tl.constexpr, ALL: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr, KEEP: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The second pass, from the maxima of rows and columns; with ALL from the one of everything."""
     dev.wait(PDL)
@@ -251,29 +356,29 @@ def _cast_kernel(
     pid_m, pid_n = dev.tile_of(pid, M, N, BLOCK_M, BLOCK_N, GROUP)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if ALL:
-        scale, inverse = _scale_of(tl.load(ROWS), LIMIT)
+        scale, inverse = _scale_of(tl.load(ROWS), LIMIT, PTX)
         if WRITE_Q:
             tl.store(S, scale, mask=pid == 0)
         if WRITE_QT:
             tl.store(ST, scale, mask=pid == 0)
     if WRITE_QT:
         rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
-        x = _load4(X, rw, rn, M, N, stride, EVICT)
+        x = _load4(X, rw, rn, M, N, stride)
         if WRITE_Q:
             for i in tl.static_range(4):
                 rm = 4 * rw + i
                 if ALL:
-                    _store_q(Q, x[i], inverse, rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
+                    _store_q(Q, x[i], inverse, rm, rn, M, N, TYPE, LIMIT, PTX)
                 else:
-                    scale, inverse = _scale_of(tl.load(ROWS + rm, mask=rm < M, other=0), LIMIT)
+                    scale, inverse = _scale_of(tl.load(ROWS + rm, mask=rm < M, other=0), LIMIT, PTX)
                     tl.store(S + rm, scale, mask=(rm < M) & (pid_n == 0))
-                    _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
+                    _store_q(Q, x[i], inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
         if ALL:
-            _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
+            _store_qt(QT, x, inverse, rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
         else:
-            scale, inverse = _scale_of(tl.load(COLUMNS + rn, mask=rn < N, other=0), LIMIT)
+            scale, inverse = _scale_of(tl.load(COLUMNS + rn, mask=rn < N, other=0), LIMIT, PTX)
             tl.store(ST + rn, scale, mask=(rn < N) & (pid_m == 0))
-            _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX, KEEP)
+            _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
     else:
         rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        _store_q(Q, _load(X, rm, rn, M, N, stride, EVICT), inverse, rm, rn, M, N, TYPE, LIMIT, PTX, KEEP)
+        _store_q(Q, _load(X, rm, rn, M, N, stride), inverse, rm, rn, M, N, TYPE, LIMIT, PTX)

@@ -57,13 +57,15 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
     assert len(compiled["quantisers"]) == 12
     for case, kernels in compiled["quantisers"].items():
         for kernel in kernels:
-            assert kernel["stack"] == 0, case
+            # A limit on registers may cost a few that are spilt.
+            assert kernel["stack"] <= 16, case
             assert 512 // (32 * kernel["warps"]) * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
             assert kernel["shared"] * 2 <= SHARED, case
         # One pass where a block lies in one tile, or a row in one program; else maxima first.
         two = case.startswith("tensorwise") or case in ("rowwise x.T", "rowwise both")
         names = [kernel["kernel"] for kernel in kernels]
-        assert names[:-1] == (["_zero_kernel", "_amax_kernel"] if two else []), case
+        maxima = "_amax_pairs_kernel" if case == "rowwise both" else "_amax_kernel"
+        assert names[:-1] == (["_zero_kernel", maxima] if two else []), case
 
 
 def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from loka_compile.lowering.quantize import Quantized, dequantize, quantize
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = [Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128]
-SHAPES = [(1, 13), (40, 1), (130, 300), (199, 256), (4, 17000), (1030, 640), (4096, 2048)]
+SHAPES = [(1, 13), (40, 1), (130, 300), (199, 256), (4, 17000), (4096, 2048)]
 
 
 def launch(x: torch.Tensor, scaling: Scaling, dtype: torch.dtype, *, with_q: bool = True, with_qt: bool = True):
@@ -40,7 +40,7 @@ def close(found: tuple[torch.Tensor, torch.Tensor], expected: Quantized) -> None
 def test_quantised_like_the_plain_ops(scaling: Scaling, m: int, n: int, dtype: torch.dtype) -> None:
     x = (torch.randn(m, n, device="cuda") * torch.exp2(torch.randint(-9, 9, (m, 1), device="cuda").float())).to(dtype)
     x[m // 2] = 0
-    for fp8 in (E4M3, E5M2):
+    for fp8 in (E4M3, E5M2) if dtype == torch.bfloat16 else (E4M3,):
         q, scale, qt, scale_t = launch(x, scaling, fp8)
         close((q, scale), quantize(x, scaling, dtype=fp8))
         close((qt, scale_t), quantize(x, scaling, dtype=fp8, transpose=True))
