@@ -1,6 +1,7 @@
 """Bandwidth of the FP8 quantisers on a GPU, beside that of a copy and beside what Inductor makes of the plain ops.
 
     python benchmarks/quantisers.py --out results/
+    python benchmarks/quantisers.py --table results/quantisers.json    # as docs/providers.md has it
 
 Bandwidth counts the bytes that must move: x once, one byte for each FP8 number, the scales. Tensorwise, and rowwise
 with x.T, have to read x twice; the column "passes" says so, and "of copy" is relative to a copy that moves as many
@@ -105,11 +106,36 @@ def line(row: dict[str, Any]) -> str:
     return text
 
 
+def table(results: dict[str, Any], least: int = 4096 * 4096) -> str:
+    """Markdown: percent of the copy's bandwidth, least to most, of all shapes of at least so many elements."""
+    lines = ["| scaling | x | x.T | both |", "|---|---|---|---|"]
+    for scaling in SCALINGS:
+        cells = []
+        for output in OUTPUTS:
+            found = [
+                100 * row["triton_of_copy"]
+                for row in results["rows"]
+                if (row["scaling"], row["output"]) == (str(scaling), output)
+                and row["m"] * row["n"] >= least
+                # Measured a second time, beside Inductor's.
+                and "inductor_us" not in row
+            ]
+            cells.append(f"{min(found):.0f} to {max(found):.0f} %" if found else "not measured")
+        lines.append(f"| {scaling} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="folder to write to")
+    parser.add_argument("--table", type=Path, help="print a table of a file that was written before")
     parser.add_argument("--seconds", type=float, default=40, help="nothing is begun after this time")
     options = parser.parse_args(arguments)
+    if options.table:
+        print(table(json.loads(options.table.read_text())))
+        return
+    if not options.out:
+        parser.error("give --out or --table")
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     results: dict[str, Any] = {"machine": machine.describe(), "copy_gbs": {}, "rows": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from pathlib import Path
@@ -63,3 +64,18 @@ def test_every_input_keeps_its_own_result():
     for run in calls * 2:
         run()
     assert [ref() is not None for ref in alive] == [False, False, True, True]
+
+
+def test_table(capsys, tmp_path):
+    rows = [
+        {"m": m, "n": 4096, "scaling": "rowwise", "output": "x.T", "triton_of_copy": share, **more}
+        for m, share, more in ((4096, 0.951, {}), (8192, 0.9, {}), (1024, 0.1, {}), (4096, 0.2, {"inductor_us": 1.0}))
+    ]
+    file = tmp_path / "quantisers.json"
+    file.write_text(json.dumps({"rows": rows}))
+    quantisers.main(["--table", str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert "| rowwise | not measured | 90 to 95 % | not measured |" in lines
+    with pytest.raises(SystemExit):
+        quantisers.main([])
