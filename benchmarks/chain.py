@@ -97,6 +97,7 @@ class Run:
                 if self.options.compile_only:
                     continue
                 extra[arm] = {"first_call_s": round(time.time() - start, 2)}
+                self.log(f"    {arm}: first call {extra[arm]['first_call_s']} s")
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 steps[0]()
