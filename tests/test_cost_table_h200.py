@@ -123,8 +123,12 @@ def test_rows_off_16_bytes_count_as_inductor_runs_them():
         assert H200.baseline(even) < H200.baseline(odd) < 1.8 * H200.baseline(even)
         assert H200.gemms[(*BASELINE, role.value, "bfloat16", True)]((m, n, k)) > 3 * H200.baseline(odd)
     # Bound by memory: Inductor leaves it, and so does the table.
-    thin = Gemm("", Role.FORWARD, 1_048_576, 24, 34)
+    thin = Gemm("", Role.FORWARD, 1_048_576, 24, 27)
     assert H200.baseline(thin) == H200.gemms[(*BASELINE, "forward", "bfloat16", True)]((thin.m, thin.n, thin.k))
+    # 34 columns were not measured: 27 do not speak for them, and FP8 shall not win by a guess.
+    assert H200.baseline(Gemm("", Role.FORWARD, 1_048_576, 24, 34)) == H200.baseline(
+        Gemm("", Role.FORWARD, 1_048_576, 24, 40)
+    )
     plan = plan_of(linear_layers("dlrm", "h200", 8192), H200, providers=LIBRARIES)
     assert set(plan.counts()) == {"high_precision:native"}
 

@@ -14,12 +14,13 @@ import csv
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from loka_compile import gemm as vocabulary
 from loka_compile.costs.surface import Shape
 from loka_compile.errors import CorruptFileError
-from loka_compile.gemm import Recipe, Role, Scaling
+from loka_compile.gemm import Gemm, Recipe, Role, Scaling
 from loka_compile.table import BASELINE
 
 #: The recipes that gemm.py defines, by name.
@@ -50,6 +51,13 @@ def odd_gemm(role: str, m: int, n: int, k: int, dtype: str) -> bool:
 def may_be_padded(role: str, m: int, n: int, k: int, dtype: str) -> bool:
     """Whether Inductor would pad this GEMM in high precision if that is faster: it is odd, and bound by compute."""
     return odd_gemm(role, m, n, k, dtype) and m * n * k > _COMPUTE_BOUND * (m * k + n * k + m * n)
+
+
+def whole_rows(gemm: Gemm) -> Gemm:
+    """The GEMM with all sizes rounded up to 16 bytes: what padding makes of an odd one."""
+    step = 16 // (4 if gemm.dtype == "float32" else 2)
+    m, n, k = (-(-size // step) * step for size in (gemm.m, gemm.n, gemm.k))
+    return replace(gemm, m=m, n=n, k=k)
 
 
 def odd_operand(scaling: Scaling, rows: int, contraction: int) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from loka_compile.costs.target import CostTable, Latency, element_bytes
+from loka_compile.costs.target import CostTable, Latency
+from loka_compile.costs.traffic import element_bytes
 from loka_compile.gemm import Gemm, Recipe
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ all shapes. What was not measured is derived by these rules, and all of it is an
   precision. Behind any other (``Gemm.norm``) it costs a launch and the result written and read once more.
 * The baseline of an fp32 site is TF32: half the bf16 rate of flops, twice the bytes.
 * Rows that do not start on 16 bytes make high precision slow (479 columns: by a factor of 4). Inductor pads such a GEMM
-  where it is bound by compute; then the baseline is the padded GEMM and a copy of the operands, if that is faster.
+  where it is bound by compute; then the baseline is the padded GEMM and a copy of the operands, if that is faster. One
+  that was not measured counts as if its rows were whole: FP8 gets no advantage from an extrapolation.
 """
 
 from __future__ import annotations
@@ -31,11 +32,22 @@ import itertools
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from loka_compile.costs.file import RECIPES, GemmKey, Points, QuantizeKey, may_be_padded, odd_gemm, odd_operand, parse
+from loka_compile.costs.file import (
+    RECIPES,
+    GemmKey,
+    Points,
+    QuantizeKey,
+    may_be_padded,
+    odd_gemm,
+    odd_operand,
+    parse,
+    whole_rows,
+)
 from loka_compile.costs.surface import Shape, Surface
+from loka_compile.costs.traffic import element_bytes, megabytes, quantize_bytes
 from loka_compile.errors import UnknownNameError
 from loka_compile.gemm import Gemm, Recipe, Role, Scaling
 from loka_compile.selection.operands import LAYOUT_FREE, TRANSPOSED
@@ -104,12 +116,12 @@ class CostTable:
         def features(shape: Shape) -> tuple[float, float, float, float]:
             """Launch; the serial walk of one tile along k; megaflops; megabytes of inputs and output."""
             m, n, k = shape
-            return 1.0, float(k), 2 * m * n * k * _MEGA, _moved(shape, width)
+            return 1.0, float(k), 2 * m * n * k * _MEGA, megabytes(shape, width)
 
-        return Surface(points, features, lambda shape: self._per_megabyte * _moved(shape, width))
+        return Surface(points, features, lambda shape: self._per_megabyte * megabytes(shape, width))
 
     def _quantize_surface(self, key: QuantizeKey, points: dict[Shape, float]) -> Surface:
-        per_million = self._per_megabyte * _quantize_bytes(key[0], key[2])
+        per_million = self._per_megabyte * quantize_bytes(key[0], key[2])
 
         def features(shape: Shape) -> tuple[float, float]:
             """Launch; millions of elements."""
@@ -228,26 +240,27 @@ class CostTable:
 
     def baseline(self, gemm: Gemm) -> float:
         """Microseconds of ``gemm`` in high precision: bf16/fp16, or TF32 for float32; NaN if none was measured."""
-        time, _, _ = self._gemm_us(*BASELINE, gemm)
+        time, measured, _ = self._gemm_us(*BASELINE, gemm)
         if time is None:
             return math.nan
-        return min(time, self.padded_us(gemm)) + self._norm_us(gemm, fusable=element_bytes(gemm.dtype) == 2)
+        if odd_gemm(gemm.role.value, gemm.m, gemm.n, gemm.k, gemm.dtype):
+            wide = whole_rows(gemm)
+            # By how many bytes rows are off decides by factors, so that no other odd shape speaks for this one.
+            time = min(time, self.padded_us(gemm) if measured else self._gemm_us(*BASELINE, wide)[0] or time)
+        return time + self._norm_us(gemm, fusable=element_bytes(gemm.dtype) == 2)
 
     def padded_us(self, gemm: Gemm) -> float:
         """``gemm`` in high precision where Inductor pads it: operands copied to rows of 16 bytes, the result a view.
 
         Infinite where it leaves it as it is.
         """
-        m, n, k = gemm.m, gemm.n, gemm.k
-        if not may_be_padded(gemm.role.value, m, n, k, gemm.dtype):
+        if not may_be_padded(gemm.role.value, gemm.m, gemm.n, gemm.k, gemm.dtype):
             return math.inf
-        width = element_bytes(gemm.dtype)
-        step = 16 // width
-        wide = replace(gemm, **{letter: -(-getattr(gemm, letter) // step) * step for letter in "mnk"})
+        wide, width = whole_rows(gemm), element_bytes(gemm.dtype)
         time, _, comparable = self._gemm_us(*BASELINE, wide)
         if time is None or not comparable:
             return math.inf
-        for before, after in ((m * k, wide.m * wide.k), (n * k, wide.n * wide.k)):
+        for before, after in ((gemm.m * gemm.k, wide.m * wide.k), (gemm.n * gemm.k, wide.n * wide.k)):
             time += self.moving_us(width * (before + after)) if before != after else 0.0
         return time
 
@@ -342,12 +355,12 @@ class CostTable:
             if surface is None or time is None:
                 continue
             launch, per_million = (0.0, 0.0) if surface.coefficients is None else surface.coefficients.tolist()
-            read_write = _quantize_bytes(scaling, stored)
+            read_write = quantize_bytes(scaling, stored)
             megabyte = max(per_million / read_write, self._per_megabyte)
             elements = max(1, rows) * max(1, contraction) * _MEGA
             if free:
                 return launch + megabyte * 2 * elements if transposed else 0.0
-            time += megabyte * (_quantize_bytes(scaling, dtype) - read_write) * elements
+            time += megabyte * (quantize_bytes(scaling, dtype) - read_write) * elements
             if transposed and not turned:
                 time += megabyte * 2 * elements
             return time
@@ -369,22 +382,6 @@ def target_of_device_name(name: str) -> str | None:
 
 def _updated(old: Surface | None, new: Surface) -> dict[Shape, float]:
     return {**(old.points if old is not None else {}), **new.points}
-
-
-def _moved(shape: Shape, width: int) -> float:
-    """Megabytes of both inputs at ``width`` bytes per element, and of the output (16 bits, or wider as the inputs)."""
-    m, n, k = shape
-    return (width * (m * k + n * k) + max(2, width) * m * n) * _MEGA
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of an element: of fp32, or of bf16 and fp16."""
-    return 4 if dtype == "float32" else 2
-
-
-def _quantize_bytes(scaling: Scaling, dtype: str) -> int:
-    """Bytes that a quantiser moves per element: what it reads (tensorwise: twice), and one byte written."""
-    return (2 if scaling is Scaling.TENSORWISE else 1) * element_bytes(dtype) + 1
 
 
 @functools.cache
