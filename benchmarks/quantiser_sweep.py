@@ -61,9 +61,13 @@ TURNED_1X128 = [
     t(128, n, w, g, registers=r, held=h) for n, w in ((64, 4), (128, 8), (32, 2)) for g in (1, 8)
     for r, h in ((80, False), (0, True))
 ]  # fmt: skip
-BOTH_1X128 = [t(128, 128, 8, g, registers=r) for g in (1, 2, 8) for r in (0, 64, 72, 80, 96)] + [
-    t(128, 128, 16, g, registers=r) for g in (1, 8) for r in (0, 40)
-] + [t(128, 128, 4, 8, registers=r) for r in (0, 128, 160)]  # fmt: skip
+BOTH_1X128 = [t(128, 128, 8, g, registers=r) for g in (1, 8) for r in (0, 72, 80, 96)] + [
+    t(128, 64, 4, g, registers=r) for g in (1, 2, 8) for r in (0, 80, 96, 112, 128, 160)
+] + [
+    t(128, 64, 8, 8, registers=r) for r in (0, 64, 80)
+] + [t(128, 128, 4, 8, registers=r) for r in (0, 128, 160)] + [
+    t(128, 128, 16, 8), t(128, 32, 2, 8, registers=128), t(128, 32, 4, 8, registers=96)
+]  # fmt: skip
 MAXIMA = [
     t(m, n, w, g, steps=steps) for m, n, w in ((64, 64, 4), (32, 64, 4), (32, 128, 4), (64, 128, 8), (128, 64, 8))
     for steps in (1, 2, 4) for g in (1, 8)

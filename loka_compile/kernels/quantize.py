@@ -14,6 +14,7 @@ agree to the last bit or two. Tiles: :mod:`loka_compile.kernels.quantize_tiles`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.quantize_kernels import (
-    _amax_kernel, _amax_pairs_kernel, _blocks_kernel, _both_1x128_kernel, _cast_kernel, _rows_kernel, _zero_kernel
+    _amax_kernel, _blocks_kernel, _cast_kernel, _rows_kernel, _zero_kernel
 )  # fmt: skip
+from loka_compile.kernels.quantize_pairs import _amax_pairs_kernel, _both_1x128_kernel
 from loka_compile.kernels.quantize_tiles import TILES, Tile
 from loka_compile.kernels.reference import LIMITS
 
@@ -82,11 +84,12 @@ def quantize(
         st = scales(*((blocks_n, blocks_m) if square else (blocks_m, n)), wanted=with_qt)
         tile = tiles[f"{scaling} {output}"]
         if pairs is not None and not square:
-            _both_1x128_kernel[grid(tile)](
-                pairs, q, s, qt, st, m, n // 2, pairs.stride(0), m // 4, 0, m % 4 == 0, **kind, X_TYPE=_TYPES[x.dtype],
-                GROUP=tile.group, **_launch(tile, x),
+            _both_1x128_kernel[(blocks_m * blocks_n,)](
+                pairs, q, s, qt, st, m, n, pairs.stride(0), m // 4, 0, m % 4 == 0, **kind, X_TYPE=_TYPES[x.dtype],
+                BLOCK_N=tile.block_n, GROUP=tile.group, **_launch(tile, x),
             )  # fmt: skip
         else:
+            tile = replace(tile, block_n=BLOCK) if output == "both" else tile
             _blocks_kernel[grid(tile)](
                 x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square,
                 HELD=tile.held and kind["PTX"] and x.element_size() == 2, **_sizes(tile), **_launch(tile, x),

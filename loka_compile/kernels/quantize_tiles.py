@@ -30,7 +30,7 @@ class Tile:
 TILES = {
     "1x128 x": Tile(8, 512, 8, group=1),
     "1x128 x.T": Tile(128, 64, 4, registers=80),
-    "1x128 both": Tile(128, 128, 8, registers=80),
+    "1x128 both": Tile(128, 64, 4, registers=96),
     "128x128 x": Tile(128, 128, 8, registers=80),
     "128x128 x.T": Tile(128, 128, 8, registers=80, held=True),
     "128x128 both": Tile(128, 128, 8, group=1, held=True),

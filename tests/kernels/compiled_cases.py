@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
-    block_norm_backward_fp8, device, grad_input_fp8, grid_barrier, grouped_gemm, quantize, quantize_kernels, scaled_gemm, weights
+    block_norm_backward_fp8, device, grad_input_fp8, grid_barrier, grouped_gemm, quantize, scaled_gemm, weights
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
@@ -49,7 +49,7 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, grad_input_fp8, grouped_gemm, quantize_kernels, scaled_gemm, weights):
+    for module in (block_norm_backward_fp8, grad_input_fp8, grouped_gemm, quantize, scaled_gemm, weights):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
