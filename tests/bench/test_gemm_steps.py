@@ -162,6 +162,7 @@ def test_a_shared_quantisation_is_made_once():
 
 def test_pieces_are_compiled_in_other_processes_into_the_caches(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # whatever the environment of the tests says
     piece = gemm_pieces.pieces_of(LayerStep(64, 128, 32, ((FORWARD, EMULATED),), "float32"))[0]
     with Preparation(1) as preparation:
         preparation.add([piece, piece])
