@@ -19,14 +19,15 @@ class Tile:
     group: int = 8
     #: Tiles below each other that a program of the pass for the maxima reads.
     steps: int = 1
-    #: Most registers of a thread, so that more programs fit a multiprocessor; 0 is no limit. For 16-bit x only.
+    #: Most registers of a thread, so that more programs fit a multiprocessor; 0 is no limit. For aligned 16-bit x.
     registers: int = 0
     #: Keep x as it came between the maxima and the cast, and convert it twice: half of the registers. 16-bit x only.
     held: bool = False
 
 
 #: For each scaling and output. Two passes: "amax" is the first one's, "cast" the second one's. One table for all sizes:
-#: what is best at 4096x2048 and at 16384x8192 differs by a few percent, mostly less than two runs do.
+#: from 4096x2048 to 16384x8192 these were within a few percent of the best of each on an H200. "1x128 both" and
+#: "amax both" stand for kernels that were written after that sweep.
 TILES = {
     "1x128 x": Tile(8, 512, 8, group=1),
     "1x128 x.T": Tile(128, 64, 4, registers=80),
