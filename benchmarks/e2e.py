@@ -147,6 +147,9 @@ def measure(arms: list[Handle], steps: int, rounds: int, results: Results, until
             results.put(arm, times[str(arm.spec)], times.get(str(base), []))
         results.save()
     for arm in arms:
+        if time.monotonic() > until:
+            results.say(f"no time was left to see where the time of {arm.spec} goes")
+            break
         kinds = arm.kinds()
         results.found["models"][arm.spec.model][arm.spec.mode][arm.spec.arm]["microseconds_by_kind"] = kinds
         results.save()

@@ -66,6 +66,8 @@ class SyntheticConfig:
     raw_clamp: float = 1000.0
     #: "raw" in another unit: x over this many times its body's mean.
     raw_unit: float = 1.0
+    #: The Pareto indices are multiplied by this: below 1, tails are heavier and bodies as they were.
+    tail: float = 1.0
     #: Columns of each of the 13 kinds. Production models read hundreds of numerics; with 16 (208 columns) the layer
     #: that reads them is wide enough for plain FP8 to convert it.
     numeric_copies: int = 1
@@ -100,10 +102,12 @@ class SyntheticConfig:
             raise ValueError(f"seed is {self.seed}; legal: 0 or more")
         if (
             not 0 < self.ctr < 1
-            or min(self.lifetime, self.raw_clamp, self.raw_unit, self.signal) <= 0
+            or min(self.lifetime, self.raw_clamp, self.raw_unit, self.tail, self.signal) <= 0
             or self.history_length < 0
         ):
-            raise ValueError(f"ctr lies between 0 and 1; lifetime, raw_clamp, raw_unit and signal are positive: {self}")
+            raise ValueError(
+                f"ctr lies between 0 and 1; lifetime, raw_clamp, raw_unit, tail and signal are positive: {self}"
+            )
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -166,7 +170,7 @@ class SyntheticStream:
         median, deviation, tail, zero, missing = torch.tensor(NUMERICS * config.numeric_copies, dtype=torch.float64).T
         self._log_median = median.log().float().to(self.device)
         self._log_deviation = deviation.float().to(self.device)
-        self._tail = (-1.0 / tail).float().to(self.device)
+        self._tail = (-1.0 / (config.tail * tail)).float().to(self.device)
         self._zero, self._missing = zero.float().to(self.device), missing.float().to(self.device)
         # What a standardised logarithm and the raw arm are measured with: the body's, not the tail's, scale.
         self._centre = torch.log1p(median).float().to(self.device)

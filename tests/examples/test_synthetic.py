@@ -213,3 +213,11 @@ def test_more_columns_and_another_unit() -> None:
     assert not torch.equal(one.numerics[:, 3], one.numerics[:, 16])
     with pytest.raises(ValueError, match="raw_unit"):
         dataclasses.replace(config, raw_unit=0.0)
+
+
+def test_heavier_tails_leave_the_bodies_as_they_are() -> None:
+    config = dataclasses.replace(SMALL, batch_size=4096, numerics="raw", raw_clamp=1e7)
+    usual = SyntheticStream(config).batch(0).numerics
+    heavy = SyntheticStream(dataclasses.replace(config, tail=0.5)).batch(0).numerics
+    torch.testing.assert_close(usual.median(dim=0).values, heavy.median(dim=0).values, rtol=0.1, atol=0.02)
+    assert heavy.amax() > 10 * usual.amax()
