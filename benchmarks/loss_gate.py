@@ -50,12 +50,12 @@ app = typer.Typer(add_completion=False)
 
 def trained(
     model: str, size: str, batch_size: int, steps: int, data_options: dict[str, Any], device: str,
-    model_options: dict[str, Any], say: Callable[[str], None],
+    model_options: dict[str, Any], options: dict[str, Any], say: Callable[[str], None],
 ) -> tuple[Trainer, Any, loka_compile.Table]:  # fmt: skip
     """A trained model, the stream behind what it saw, and the table of its GEMMs."""
     stream = open_source("synthetic", batch_size, device=device, seed=0, **data_options)
     net = build(model, size, stream.schema, seed=0, device=device, **model_options)
-    options: dict[str, Any] = {"table": "auto", "fx_graph_cache": False}
+    options = {"table": "auto", "fx_graph_cache": False, **options}
     if device == "cpu":
         options["target"] = "h200"
     config = TrainConfig(backend="loka", options=options, window=min(100, steps), cuda_graph=device.startswith("cuda"))
@@ -114,6 +114,7 @@ def main(
     ] = "numeric",
     data_options: Annotated[str, typer.Option(help="Fields of the stream, as JSON.")] = '{"numerics": "raw"}',
     model_options: Annotated[str, typer.Option(help="Fields of the model's configuration, as JSON.")] = "{}",
+    options: Annotated[str, typer.Option(help="Options of backend loka in the training, as JSON.")] = "{}",
     providers: Annotated[
         str, typer.Option(help="Kernel libraries whose recipes are measured, comma-separated; default: all.")
     ] = "",
@@ -141,11 +142,12 @@ def main(
                 return
             yield batch
 
-    trainer, stream, table = trained(
-        model, size, batch_size, steps, json.loads(data_options), device, json.loads(model_options), say
-    )
     chosen = tuple(providers.split(",")) if providers else None
-    if chosen:
+    trainer, stream, table = trained(
+        model, size, batch_size, steps, json.loads(data_options), device, json.loads(model_options),
+        {**json.loads(options), **({"providers": chosen} if chosen else {})}, say,
+    )  # fmt: skip
+    if chosen:  # a cached table may hold others, too
         table = loka_compile.Table(table.header, [row for row in table.rows if row.provider in (*chosen, BASELINE[0])])
     table.save(out / "table.json")
     net = trainer.model
