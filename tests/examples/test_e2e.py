@@ -101,3 +101,9 @@ def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None
     assert found["models"] == {}
     assert set(found["left_out"].values()) == {"no time was left"}
     assert len(found["left_out"]) == 4
+
+
+def test_only_an_arm_that_plans_by_itself_takes_a_plan(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), *SMALL, "--arms", "mods", "--plan", "mods=x.json"])
+    assert result.exit_code == 2
+    assert "no arm of these plans by itself: mods" in " ".join(result.output.replace("│", " ").split())

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.fp8_linear import EmulatedFP8Linear, emulate_fp8, round_to_fp8
 from benchmarks.quality import app
-from benchmarks.quality_arms import ARMS, everywhere_arm, prepare
+from benchmarks.quality_arms import ARMS, everywhere_arm, planned_arm, prepare
 from benchmarks.quality_runs import Runs
 from benchmarks.quality_stats import (
     Comparison,
@@ -207,6 +207,13 @@ def test_the_mods_of_an_eager_arm_are_those_of_the_backend() -> None:
         assert not torch.allclose(rewritten(numerics, *features), before), gone
     hard_swish = prepare(ARMS["hard_swish"], TrainConfig(backend="eager"), min_features=16, device="cpu")[1]
     assert any(type(m).__name__ == "HardSwish" for m in hard_swish(build("wukong", "tiny", SMALL).dense_arch).modules())
+
+
+def test_a_plan_of_ones_own_replaces_the_sampling_of_an_arm_and_nothing_else() -> None:
+    own = planned_arm("loka_unfused", Path("a.json"))
+    assert own.options == {"mods": "all", "fuse": False, "plan": "a.json"}
+    assert own.twin == "mods"
+    assert planned_arm("everything", Path("b.json")).options == {"mods": "all", "plan": "b.json"}
 
 
 def test_everywhere_arm_keeps_what_it_is_told() -> None:
