@@ -147,6 +147,6 @@ def block_norm_backward_fp8(
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,
             PTX=dev.ptx(device), KEEP=tiles <= room, HALF=half, PHASE=phase,
-            num_warps=config.warps, num_stages=1, maxnreg=config.registers, **grid.together(device),
+            num_warps=config.warps, num_stages=1, **grid.together(device, config.registers),
         )  # fmt: skip
     return dx, q, qt, scale, xt

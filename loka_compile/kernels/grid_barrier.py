@@ -53,9 +53,10 @@ def leave(STATE, MAXIMA: tl.constexpr):
             tl.store(STATE + i, 0)
 
 
-def together(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch whose programs meet."""
-    return {"launch_cooperative_grid": True} if device.type == "cuda" else {}
+def together(device: torch.device, registers: int | None = None) -> dict[str, Any]:
+    """Arguments of a launch whose programs meet; ``registers`` a thread let several share a multiprocessor."""
+    bound = {"maxnreg": registers} if registers is not None and torch.version.hip is None else {}
+    return {"launch_cooperative_grid": True, **bound} if device.type == "cuda" else bound
 
 
 def phases(device: torch.device) -> tuple[int, ...]:

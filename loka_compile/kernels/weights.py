@@ -100,8 +100,8 @@ def quantize_weights(
                 COUNT=len(ws), MAXIMA=grid.MAXIMA, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
                 TRANSPOSED=sum(with_qt[i] << at for at, i in enumerate(group)),
                 WORDS=sum((m % 4 == 0) << at for at, m in enumerate(ms)), BLOCK_M=config.block_m, BLOCK_N=BLOCK_N,
-                PTX=dev.ptx(device), PHASE=phase, num_warps=config.warps, num_stages=1, maxnreg=config.registers,
-                **grid.together(device),
+                PTX=dev.ptx(device), PHASE=phase, num_warps=config.warps, num_stages=1,
+                **grid.together(device, config.registers),
             )  # fmt: skip
         for i, s in zip(group, scale, strict=True):
             scales[i] = s
