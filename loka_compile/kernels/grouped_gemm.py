@@ -58,8 +58,10 @@ def grouped_gemm(
 ) -> list[Tensor]:  # fmt: skip
     """``a_i @ b_i.T * scale_a_i * scale_b_i`` [M, N] in out_dtype, for a_i [M, K] and b_i [N, K].
 
-    All a of one shape, dtype and stride, likewise all b; rows contiguous, M, N and K above 0; scales fp32 of one element.
+    All a of one shape and dtype, likewise all b; M, N and K above 0; scales fp32 of one element.
     """
+    # Inductor may lay an operand out otherwise than the graph said (a padded batch), and one stride serves all.
+    a, b = ([x.contiguous() for x in xs] for xs in (a, b))
     (m, k), n, device = a[0].shape, b[0].shape[0], a[0].device
     outs = [torch.empty((m, n), dtype=out_dtype, device=device) for _ in a]
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)

@@ -99,7 +99,7 @@ def test_gradient_and_its_casts_become_one_operator(with_activation: bool) -> No
     assert fuse_joint(gm.graph, report) == 2
     assert targets(gm) == Counter({
         "<built-in function getitem>": 7, "aten.t.default": 2, "aten._scaled_mm.default": 2,
-        "loka.quantize_weights_meeting.default": 1, "loka.meeting_state.default": 1, "loka.block_norm_backward_fp8.default": 1,
+        "loka.quantize_weights.default": 1, "loka.meeting_state.default": 1, "loka.block_norm_backward_fp8.default": 1,
     })  # fmt: skip
     node = next(n for n in gm.graph.nodes if str(n.target) == "loka.block_norm_backward_fp8.default")
     # dx in bf16 has no reader left, and no transposed activation is asked for.
