@@ -85,7 +85,7 @@ class PlanAfterSampling:
         try:
             table = quantify(
                 self._sampler.samples(), target=planning.target, providers=config.providers,
-                least_speedup=config.least_speedup,
+                least_speedup=0.0 if config.inspect else config.least_speedup,  # who looks wants to see them all
             )  # fmt: skip
             if not config.inspect:  # a look at a model (explain) samples too little to be kept
                 save_cached(planning.cache_key, table)

@@ -128,9 +128,9 @@ class LokaConfig:
 
     @property
     def least_speedup(self) -> float:
-        """The least speed-up that suffices for any site."""
+        """What a kernel alone must reach to be measured: 1, or 0 (all are) where less than that suffices for a site."""
         own = [o.min_speedup for o in overrides(self.per_site) if o.min_speedup is not None]
-        return min([self.min_speedup, *own])
+        return 1.0 if min([self.min_speedup, *own]) >= 1.0 else 0.0
 
     @property
     def active_mods(self) -> tuple[str, ...]:

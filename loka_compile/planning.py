@@ -57,6 +57,17 @@ class Planning:
     @property
     def cache_key(self) -> str:
         """Names the cached table of this model on this device."""
+        return self._key(self.config.least_speedup)
+
+    def cached(self) -> Table | None:
+        """The cached table, or the one in which more was measured, if there is any."""
+        for least in dict.fromkeys((self.config.least_speedup, 0.0)):
+            table = load_cached(self._key(least))
+            if table is not None:
+                return table
+        return None
+
+    def _key(self, least_speedup: float) -> str:
         parts = {
             "fingerprint": sorted((site, *shape) for site, shape in self.fingerprint.items()),
             "target": self.target,
@@ -64,7 +75,7 @@ class Planning:
             "block_size": self.config.block_size,
             "dtypes": self.dtypes,
             "fuse": self.config.fuse,  # the costs in a table count on fused kernels
-            "least_speedup": self.config.least_speedup,  # what is slower was not measured
+            "least_speedup": least_speedup,  # what is slower was not measured
             "torch": torch.__version__,
             "package": source_digest(),  # costs and error measures are ours, and change
         }
@@ -136,7 +147,7 @@ def resolve(gm: fx.GraphModule, config: LokaConfig, device: torch.device, roles:
         )
     elif planning.fingerprint:
         planning.dtypes = _dtypes(gm, device)
-        cached = load_cached(planning.cache_key)
+        cached = planning.cached()
         if cached is not None:
             cached = near(cached, *batches(gm))
         if cached is not None and covers(cached, planning.fingerprint, roles):

@@ -385,7 +385,7 @@ def test_on_a_gpu_with_and_without_cuda_graphs(mode: str | None) -> None:
         # (torch 2.11), and AdamW's steps are of one size however small a gradient is. Without the first layer's
         # gradient the difference is 1.5 % to 34 %. On the CPU the bits agree, and the probe is held to that.
         for a, b in zip(probed, plain, strict=True):
-            assert (a - b).norm() < 3e-3 * b.norm()
+            assert (a - b).norm() <= 3e-3 * b.norm()
     assert sorted(p.stats) == SITES
     assert all(s.input.n == 200 and s.grad_output.n == 200 for s in p.stats.values())  # type: ignore[union-attr]
     assert p.stats["first#0"].device.type == "cuda"

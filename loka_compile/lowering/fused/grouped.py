@@ -6,6 +6,7 @@ and run together. What it costs is that their operands live until the last one i
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -63,9 +64,20 @@ def _key(node: fx.Node) -> Any:
         return None
     if on_this_device(value) or None in _sizes(node) or not _only_leaves(node):
         return None
+    if not (_is_a_kernels(a) and _is_a_kernels(b)):
+        return None
     # A moving size is the same only where it is the same expression.
     shapes = (str(a_value.shape), str(b_value.shape), str(a_value.stride()), str(b_value.stride()))
     return (*shapes, a_value.dtype, b_value.dtype, out_dtype, bool(fast), value.device)
+
+
+def _is_a_kernels(operand: fx.Node) -> bool:
+    """Whether one of our kernels writes the operand, or the graph is given it. What Inductor writes, such as a padded batch, has the layout that
+    Inductor likes: it keeps no strides for operands in a list (torch 2.11, ``constrain_to_fx_strides``)."""
+    while is_call(operand, *ALIAS, aten.permute.default, aten.t.default):
+        operand = operand.args[0]  # type: ignore[assignment]
+    source = operand.args[0] if is_call(operand, operator.getitem) else None
+    return operand.op == "placeholder" or (isinstance(source, fx.Node) and str(source.target).startswith("loka."))
 
 
 def _sizes(node: fx.Node) -> tuple[Any, Any, Any]:
