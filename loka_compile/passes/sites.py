@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -104,10 +105,23 @@ def _fqn(weight: fx.Node) -> str:
         name = str(weight.target)
         owner = weight.graph.owning_module
         if owner is not None:  # Dynamo flattens names when it makes attributes of parameters (freezing)
-            name = owner.meta.get("dynamo_flat_name_to_original_fqn", {}).get(name, name)
+            name = original_name(name, owner.meta.get("dynamo_flat_name_to_original_fqn", {}))
     else:
         name = clean_source(_source_name(weight))
     return name.removesuffix(".weight")
+
+
+def original_name(flat: str, known: Mapping[str, str]) -> str:
+    """The FQN of a parameter that Dynamo made an attribute of the graph of.
+
+    Dynamo's own table has other keys than the graph has attributes where a module is reached through two containers
+    (``getattr_L__self___layers_0_mlp___0___weight`` for ``L__self___layers_0_mlp_0_weight``; torch 2.11 to 2.13). So
+    the FQNs that it knows are flattened as it flattens; a name that two of them have in common is nobody's.
+    """
+    if flat in known:
+        return known[flat]
+    found = {fqn for fqn in known.values() if flat == "L__self___" + fqn.replace(".", "_")}
+    return found.pop() if len(found) == 1 else flat
 
 
 def clean_source(name: str) -> str:

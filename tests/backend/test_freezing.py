@@ -10,6 +10,7 @@ from torch import nn
 
 import loka_compile
 from loka_compile.lowering.providers import get_provider
+from loka_compile.passes.sites import original_name
 from loka_compile.plan import Decision, Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
@@ -51,6 +52,40 @@ def test_weights_are_constants_in_fp8(recipe):
     model[0].weight.data.zero_()
     with torch.no_grad(), inductor_config.patch(freezing=True):
         assert torch.equal(compiled(x), want)
+
+
+class Nested(nn.Module):
+    """Layers in containers within containers, reached by iteration: Dynamo's table of flat names misses them."""
+
+    def __init__(self):
+        super().__init__()
+        block = {"mlp": nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU(), nn.Linear(16, 16))}
+        self.layers = nn.ModuleList(nn.ModuleDict(copy.deepcopy(block)) for _ in range(2))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            for part in layer["mlp"]:
+                x = part(x)
+        return self.head(x)
+
+
+def test_sites_are_named_alike_with_and_without_freezing():
+    sites = []
+    for freezing in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(Nested().eval(), backend="loka", options={"table": "off"})
+        with torch.no_grad(), inductor_config.patch(freezing=freezing):
+            compiled(torch.randn(4, 16))
+        sites.append([g.gemm.site for g in loka_compile.reports()[-1].gemms])
+    assert sites[0] == sites[1] == [f"layers.{i}.mlp.{j}#0" for i in range(2) for j in (0, 3)] + ["head#0"]
+
+
+def test_a_flat_name_of_two_parameters_is_nobodys():
+    known = {"getattr_1": "a.b_c.weight", "getattr_2": "a_b.c.weight", "getattr_3": "d.e.weight", "L__self___f": "g.f"}
+    assert original_name("L__self___a_b_c_weight", known) == "L__self___a_b_c_weight"
+    assert original_name("L__self___d_e_weight", known) == "d.e.weight"
+    assert original_name("L__self___f", known) == "g.f"
 
 
 def test_freezing_as_an_option_says_that_it_does_nothing():

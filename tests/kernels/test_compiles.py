@@ -59,7 +59,10 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
         for kernel in kernels:
             # A limit on registers costs some that are spilt, into L1: a tenth of the instructions at most.
             assert kernel["stack"] <= (160 if case == "1x128 both" else 16), case
-            assert 512 // (32 * kernel["warps"]) * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
+            # Both operands of 1x128 hold a whole tile in registers: few programs, and still the best of all that were
+            # measured, because each has twice the bytes on their way.
+            threads = 256 if case == "1x128 both" else 512
+            assert threads // (32 * kernel["warps"]) * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
             assert kernel["shared"] * 2 <= SHARED, case
         # One pass where a block lies in one tile, or a row in one program; else maxima first.
         two = case.startswith("tensorwise") or case in ("rowwise x.T", "rowwise both")
