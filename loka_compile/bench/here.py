@@ -54,6 +54,8 @@ def measured_costs(
 
     Raises:
         ConfigError: there is no CUDA device.
+        DeviceLostError: a kernel broke the device, and this process can use it no more. It is recorded as broken, so
+            that the next process measures the rest.
     """
     if timer is None and not torch.cuda.is_available():
         raise ConfigError(

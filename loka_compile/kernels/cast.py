@@ -110,6 +110,21 @@ def _cast_weights_kernel(
 GROUP = 8
 
 
+def results_for(
+    weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Memory for FP8 weights [N, K] and transposes [K, N] (empty where not asked for), and the scales: an empty weight's
+    is there already, another's place holds the weight."""
+    q = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in weights]
+    qt = [
+        torch.empty((w.shape[1], w.shape[0]) if t else (0,), dtype=dtype, device=w.device)
+        for w, t in zip(weights, with_qt, strict=True)
+    ]
+    # What an empty weight gets, and a placeholder for the others.
+    scales = [torch.full((), AMAX_FLOOR / LIMITS[dtype], device=w.device) if not w.numel() else w for w in weights]
+    return q, qt, scales
+
+
 @torch.no_grad()
 def quantize_weights(
     weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool], *, block_m: int = 64, block_n: int = 128,
@@ -119,13 +134,7 @@ def quantize_weights(
 
     Two launches (maxima of tiles, then the cast) for each group of up to eight weights.
     """
-    q = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in weights]
-    qt = [
-        torch.empty((w.shape[1], w.shape[0]) if t else (0,), dtype=dtype, device=w.device)
-        for w, t in zip(weights, with_qt, strict=True)
-    ]
-    # What an empty weight gets, and a placeholder for the others.
-    scales = [torch.full((), AMAX_FLOOR / LIMITS[dtype], device=w.device) if not w.numel() else w for w in weights]
+    q, qt, scales = results_for(weights, dtype, with_qt)
     chosen = [i for i, w in enumerate(weights) if w.numel()]
     for first in range(0, len(chosen), GROUP):
         group = chosen[first : first + GROUP]

@@ -10,6 +10,7 @@ from torch import Tensor
 from loka_compile.kernels import device as dev
 from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import turned
+from loka_compile.kernels.cast import results_for
 from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
@@ -76,13 +77,7 @@ def quantize_weights(
 
     One launch for each group of up to eight weights. state: int32 [grid_barrier.STATE], zero before and afterwards.
     """
-    q = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in weights]
-    qt = [
-        torch.empty((w.shape[1], w.shape[0]) if t else (0,), dtype=dtype, device=w.device)
-        for w, t in zip(weights, with_qt, strict=True)
-    ]
-    # What an empty weight gets, and a placeholder for the others.
-    scales = [torch.full((), AMAX_FLOOR / LIMITS[dtype], device=w.device) if not w.numel() else w for w in weights]
+    q, qt, scales = results_for(weights, dtype, with_qt)
     chosen = [i for i, w in enumerate(weights) if w.numel()]
     for first in range(0, len(chosen), GROUP):
         group = chosen[first : first + GROUP]
