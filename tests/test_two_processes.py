@@ -4,39 +4,24 @@ merged to what one process would have seen."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import run_two
 
 ROOT = Path(__file__).parents[1]
 
 
 def run(folder: Path, kind: str, *names: str) -> None:
     """Both workers through all wrappings."""
-    file, path = str(Path(__file__).with_name("two_processes_worker.py")), os.environ.get("PYTHONPATH", "")
     # A graph from a compile cache is not lowered again, and its report would hold no GEMMs.
-    more = {name: "0" for name in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")}
-    more |= {"LOKA_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", file, str(rank), str(folder / "rendezvous"), kind, *names],
-            env={**os.environ, **more, "PYTHONPATH": os.pathsep.join([str(ROOT), path])},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    texts = []
-    try:
-        for worker in workers:
-            texts.append(worker.communicate(timeout=240)[0])
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, text in zip(workers, texts, strict=True):
-        assert worker.returncode == 0, text[-4000:]
+    environment = {name: "0" for name in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")}
+    environment["LOKA_CACHE_DIR"] = str(folder / "cache")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("two_processes_worker.py")
+    for text in run_two(script, [str(folder / "rendezvous"), kind, *names], environment, timeout=240):
         assert text.count(", right") == len(names), text
 
 
