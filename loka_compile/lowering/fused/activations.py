@@ -63,7 +63,8 @@ def activations(graph: fx.Graph, report: Report) -> int:
         if out is None:
             continue
         m, n, k = sizes_of(product)
-        pays = m and n and k and configs.find("result_in_blocks", m, n, k, 1)
+        known = m is not None and n is not None and k is not None
+        pays = known and configs.find("result_in_blocks", m, n, k, dtype_of(product.a).itemsize) is not None
         quantised = _in_blocks(out) if pays else []
         if activation == "hardswish" and not quantised:
             continue

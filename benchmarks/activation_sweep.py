@@ -1,0 +1,255 @@
+"""GEMMs with scales in blocks, SwishNorm and results in 1x128 blocks: fused, by configuration, against unfused.
+
+    python benchmarks/activation_sweep.py --compile          # no GPU needed: fused kernels into Triton's cache
+    python benchmarks/activation_sweep.py --warm 0           # the unfused arms of a shape into Inductor's cache; 0 to 3
+    python benchmarks/activation_sweep.py --out results/     # measure
+
+Unfused is what a compiled model runs without these kernels: cuBLASLt's GEMM (block-scaled, tensorwise or bf16), and what
+Inductor makes of norm, activation and quantisation behind it. Medians of CUDA-graph replays, arms interleaved, inputs
+rotated past the L2. The fused kernel is the one that configurations are measured with (``kernels/gemm_block_norm.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from loka_compile.gemm import Scaling  # noqa: E402
+from loka_compile.kernels import gemm_block_norm  # noqa: E402
+from loka_compile.kernels.config import GemmConfig as C  # noqa: E402
+from loka_compile.lowering.providers.torch_scaled_mm import scaled_mm_blockwise  # noqa: E402
+from loka_compile.lowering.quantize import packed, quantize  # noqa: E402
+from loka_compile.ops import block_norm_ref  # noqa: E402
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+#: M, N, K.
+SHAPES = ((4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048), (1024, 2048, 4096))
+IN_BLOCKS = (
+    C(64, 256, 128, 8, 4), C(64, 256, 128, 8, 4, tma=True, persistent=True), C(64, 256, 128, 4, 2, tma=True),
+    C(128, 256, 128, 8, 3, tma=True, persistent=True), C(64, 256, 128, 8, 4, tma=True),
+)  # fmt: skip
+IN_FP8 = (
+    C(64, 256, 128, 8, 4), C(128, 256, 128, 8, 3, tma=True, persistent=True),
+    C(64, 256, 128, 4, 4, tma=True, persistent=True),
+)  # fmt: skip
+IN_BF16 = (
+    C(64, 256, 64, 8, 4), C(128, 256, 64, 8, 3, tma=True, persistent=True),
+    C(64, 256, 64, 4, 4, tma=True, persistent=True),
+)  # fmt: skip
+#: GEMM, activation, what is written, configurations.
+KINDS: dict[str, tuple[str, str, str, tuple[C, ...]]] = {
+    "blocks, HardSwish, bf16": ("blocks", "hardswish", "out", IN_BLOCKS),
+    "blocks, HardSwish, 1x128": ("blocks", "hardswish", "q", IN_BLOCKS),
+    "blocks, HardSwish, 1x128, y": ("blocks", "hardswish", "q kept", IN_BLOCKS),
+    "blocks, SwishNorm, 1x128": ("blocks", "swish_norm", "q", IN_BLOCKS),
+    "blocks, SwishNorm, bf16, h": ("blocks", "swish_norm", "out kept", IN_BLOCKS),
+    "tensorwise, SwishNorm, bf16": ("fp8", "swish_norm", "out", IN_FP8),
+    "tensorwise, SwishNorm, bf16, h": ("fp8", "swish_norm", "out kept", IN_FP8),
+    "tensorwise, SwishNorm, 1x128": ("fp8", "swish_norm", "q", IN_FP8),
+    "bf16, SwishNorm, bf16": ("bf16", "swish_norm", "out", IN_BF16),
+    "bf16, SwishNorm, bf16, h": ("bf16", "swish_norm", "out kept", IN_BF16),
+}
+
+
+def make(gemm: str, m: int, n: int, k: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+    """Operands and outputs."""
+    dtype = BF16 if gemm == "bf16" else E4M3
+    t = {name: torch.randn(rows, k, device=device).to(dtype) for name, rows in (("a", m), ("b", n))}
+    if gemm == "blocks":
+        t["sa"], t["sb"] = torch.rand(k // 128, m, device=device) + 0.5, torch.rand(n // 128, k // 128, device=device)
+    else:
+        t["sa"] = t["sb"] = torch.full((), 0.5, device=device)
+    for name, size, kind in (
+        ("out", (m, n), BF16), ("kept", (m, n), BF16), ("rstd", (m, -(-n // 256)), torch.float32), ("q", (m, n), E4M3),
+        ("qs", (n // 128, m), torch.float32),
+    ):  # fmt: skip
+        t[name] = torch.empty(size, dtype=kind, device=device)
+    return t
+
+
+def fused(kind: str, t: dict[str, torch.Tensor], config: C) -> None:
+    """One launch."""
+    gemm, activation, writes, _ = KINDS[kind]
+    scales = {"blocks": (t["sa"].t(), t["sb"]), "fp8": (t["sa"], t["sb"]), "bf16": (None, None)}[gemm]
+    q, kept = "q" in writes, "kept" in writes
+    gemm_block_norm.launch(
+        t["a"], t["b"], *scales, None if q else t["out"], t["rstd"] if kept else None, t["q"] if q else None, block=256,
+        eps=1e-5, fast=True, config=config, activation=activation, kept=t["kept"] if kept else None,
+        q_scales=t["qs"] if q else None,
+    )  # fmt: skip
+
+
+def behind(kind: str) -> Callable[[torch.Tensor], Any]:
+    """What Inductor compiles behind the GEMM; h is in memory already where it is kept."""
+    _, activation, writes, _ = KINDS[kind]
+
+    def fn(h: torch.Tensor) -> Any:
+        y, rstd = block_norm_ref(h, 256, 1e-5)
+        out = F.hardswish(y) if activation == "hardswish" else h * F.hardsigmoid(y)
+        kept = (y, rstd) if activation == "hardswish" else (rstd,)
+        if "q" in writes:
+            q, scale = quantize(out, Scaling.BLOCK_1X128)
+            out = (q, packed(scale.t()))
+        return (out, *kept) if "kept" in writes else out
+
+    return fn
+
+
+def product(kind: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """cuBLASLt's GEMM."""
+    gemm = KINDS[kind][0]
+    if gemm == "bf16":
+        return t["a"] @ t["b"].t()
+    if gemm == "fp8":
+        return torch._scaled_mm(t["a"], t["b"].t(), t["sa"], t["sb"], out_dtype=BF16, use_fast_accum=True)
+    padded = F.pad(t["sb"], (0, -t["sb"].shape[1] % 4), value=1.0) if t["sb"].shape[1] % 4 else t["sb"]
+    return scaled_mm_blockwise(t["a"], t["sa"], t["b"], padded, True, BF16)
+
+
+def unfused(kind: str, compiled: Any, t: dict[str, torch.Tensor]) -> Any:
+    """The GEMM and what is behind it."""
+    return compiled(product(kind, t))
+
+
+def name_of(c: C) -> str:
+    """A configuration in short."""
+    return f"{c.block_m}/w{c.warps}/s{c.stages}" + ("/pers" if c.persistent else "/tma" if c.tma else "")
+
+
+def compile_one(job: tuple[str, C]) -> str:
+    """In a child process: compile for sm_90 without touching the device, into Triton's disk cache."""
+    from fused_sweep import pretend_sm90
+
+    pretend_sm90(gemm_block_norm)
+    kind, config = job
+    try:
+        with torch.device("cpu"):
+            fused(kind, make(KINDS[kind][0], 4096, 1024, 1024, "cpu"), config)
+    except Exception as error:
+        return f"{kind} {name_of(config)}: {type(error).__name__} {str(error)[:200]}"
+    return ""
+
+
+def check(kind: str, shape: tuple[int, int, int]) -> dict[str, float]:
+    """Relative Frobenius errors against fp64 of every configuration."""
+    gemm, activation, writes, configs = KINDS[kind]
+    m, n, k = shape
+    t = make(gemm, m, n, k)
+    left, right = t["a"].double(), t["b"].double()
+    if gemm == "blocks":
+        left = left * t["sa"].t().double().repeat_interleave(128, 1)[:, :k]
+        right = right * t["sb"].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    h = left @ right.t() * (0.25 if gemm == "fp8" else 1.0)
+    y, rstd = block_norm_ref(h, 256, 1e-5)
+    out = F.hardswish(y) if activation == "hardswish" else h * F.hardsigmoid(y)
+    errors = {}
+    for config in configs:
+        for name in ("out", "kept", "rstd", "qs"):
+            t[name].fill_(float("nan"))
+        t["q"].view(torch.uint8).fill_(0x7F)
+        fused(kind, t, config)
+        found = (
+            {"q": t["q"].double() * t["qs"].double().t().repeat_interleave(128, 1)}
+            if "q" in writes
+            else {"out": t["out"]}
+        )
+        wanted = {"q": out, "out": out, "kept": h if activation == "swish_norm" else y, "rstd": rstd}
+        if "kept" in writes:
+            found |= {"kept": t["kept"], "rstd": t["rstd"]}
+        for name, value in found.items():
+            errors[f"{kind} {name_of(config)} {m}x{n}x{k} {name}"] = (
+                (value.double() - wanted[name]).norm() / wanted[name].norm()
+            ).item()
+    return errors
+
+
+def arms(kind: str, m: int, n: int, k: int, log: Callable[[str], None]) -> dict[str, tuple[Any, int]]:
+    """CUDA graphs of the unfused way and of every configuration."""
+    from _timing import capture, copies_past_l2
+
+    gemm, _, _, configs = KINDS[kind]
+    sets = [make(gemm, m, n, k) for _ in range(copies_past_l2(m * k + n * k + m * n * 3, most=16))]
+    compiled = torch.compile(behind(kind))
+    calls = {"GEMM alone": [lambda t=t: product(kind, t) for t in sets]}
+    calls["unfused"] = [lambda t=t: unfused(kind, compiled, t) for t in sets]
+    calls |= {name_of(c): [lambda t=t, c=c: fused(kind, t, c) for t in sets] for c in configs}
+    graphs = {}
+    for name, run in calls.items():
+        try:
+            graphs[name] = (capture(run, warmup=1), len(run))
+        except Exception as error:
+            log(f"    {kind} {name}: {type(error).__name__}: {str(error)[:200]}")
+    return graphs
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--warm", type=int)
+    parser.add_argument("--check", action="store_true", help="errors against fp64 instead of times")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no kind begins after so long")
+    options = parser.parse_args()
+    start = time.time()
+
+    def log(text: str) -> None:
+        print(f"[{time.time() - start:4.0f}s] {text}", flush=True)
+
+    if options.compile:
+        jobs = [(kind, config) for kind, (*_, configs) in KINDS.items() for config in configs]
+        with multiprocessing.get_context("fork").Pool(12) as pool:
+            failed = [f for f in pool.map(compile_one, jobs, chunksize=1) if f]
+        log(f"compiled {len(jobs)} kernels; failed: {failed}")
+        return
+    if options.warm is not None:
+        m, n, k = SHAPES[options.warm]
+        for kind in KINDS:
+            torch._dynamo.reset()
+            unfused(kind, torch.compile(behind(kind)), make(KINDS[kind][0], m, n, k))
+        log(f"warm: {m}x{n}x{k}")
+        return
+    if options.check:
+        limits = {"q": 0.03, "out": 4e-3, "kept": 4e-3, "rstd": 2e-3}
+        found = {
+            n: e
+            for s in ((1, 384, 256), (199, 384, 512), (2048, 512, 1024))
+            for k in KINDS
+            for n, e in check(k, s).items()
+        }
+        bad = {name: e for name, e in found.items() if not e < limits[name.split()[-1]]}
+        log(f"checked {len(found)}, worst of each: " + json.dumps(
+            {w: max(e for n, e in found.items() if n.endswith(f" {w}")) for w in limits}) + f", bad: {json.dumps(bad, indent=0)}")  # fmt: skip
+        return
+    from _timing import measure_graphs
+
+    from loka_compile import machine
+
+    results: dict[str, Any] = {"versions": machine.describe(), "command": " ".join(sys.argv), "us": {}}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for m, n, k in SHAPES:
+        for kind in KINDS:
+            if time.time() - start > options.seconds:
+                log(f"{m}x{n}x{k} {kind}: not run in time")
+                continue
+            torch._dynamo.reset()
+            times = measure_graphs(arms(kind, m, n, k, log), rounds=11)
+            results["us"].setdefault(f"{m}x{n}x{k}", {})[kind] = times
+            log(f"{m}x{n}x{k} {kind}: " + " | ".join(f"{name} {us:.1f}" for name, us in times.items()))
+            torch.cuda.empty_cache()
+        (options.out / "activation_sweep.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
