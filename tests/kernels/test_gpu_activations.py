@@ -19,7 +19,8 @@ CONFIGS = {
     "tma": GemmConfig(64, 256, 128, 4, 2, tma=True),
     "persistent": GemmConfig(128, 256, 128, 8, 3, tma=True, persistent=True),
 }
-SHAPES = [(1, 384, 256), (199, 384, 640), (2048, 512, 1024), (199, 3456, 128)]
+#: M, N, K, and whether B is scaled in squares.
+SHAPES = [(1, 384, 256, True), (199, 384, 640, False), (2048, 512, 1024, True), (199, 3456, 128, True)]
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -44,13 +45,12 @@ def activated(h: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Ten
     return (h * F.hardsigmoid(y), h, rstd) if activation == "swish_norm" else (F.hardswish(y), y, rstd)
 
 
-@pytest.mark.parametrize("squares", [True, False])
 @pytest.mark.parametrize("activation", ["swish_norm", "hardswish"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_kernel(config: str, activation: str, squares: bool) -> None:
+def test_kernel(config: str, activation: str) -> None:
     from loka_compile.kernels.gemm_block_norm import launch
 
-    for m, n, k in SHAPES:
+    for m, n, k, squares in SHAPES:
         (a, b, sa, sb), h = operands(m, n, k, squares)
         out, kept = (torch.full((m, n), float("nan"), device="cuda") for _ in range(2))
         rstd = torch.full((m, -(-n // 256)), float("nan"), device="cuda")
@@ -88,9 +88,9 @@ def test_a_nan_poisons_its_block_and_no_other() -> None:
     assert bad == [[i, 3] for i in range(4)]
 
 
-@pytest.mark.parametrize("config", ["pointers", "persistent"])
-@pytest.mark.parametrize("squares", [True, False])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("config", "squares", "training"), [("pointers", True, False), ("persistent", True, True), ("tma", False, True)]
+)
 def test_compiled_block_scales(config: str, squares: bool, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from loka_compile.lowering.fused import lowerings
 
@@ -115,11 +115,17 @@ def test_compiled_block_scales(config: str, squares: bool, training: bool, monke
 
 
 @pytest.mark.parametrize(
-    ("activation", "with_out", "kept", "quantised"),
-    [("swish_norm", True, True, False), ("swish_norm", True, False, True), ("swish_norm", False, False, True),
-     ("hardswish", False, True, True)],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["blocks", "tensorwise", "bf16"])
+    ("kind", "activation", "with_out", "kept", "quantised"),
+    [
+        ("blocks", "swish_norm", True, True, False),
+        ("blocks", "swish_norm", False, False, True),
+        ("blocks", "hardswish", False, True, True),
+        ("tensorwise", "swish_norm", True, True, True),
+        ("tensorwise", "swish_norm", True, False, False),
+        ("bf16", "swish_norm", True, True, False),
+        ("bf16", "hardswish", True, False, True),
+    ],
+)
 def test_compiled_activations(
     kind: str, activation: str, with_out: bool, kept: bool, quantised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
