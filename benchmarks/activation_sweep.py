@@ -5,8 +5,9 @@
     python benchmarks/activation_sweep.py --out results/     # measure
 
 Unfused is what a compiled model runs without these kernels: cuBLASLt's GEMM (block-scaled, tensorwise or bf16), and
-what Inductor makes of norm, activation and quantisation behind it. Medians of CUDA-graph replays, arms interleaved, inputs
-rotated past the L2. The fused kernel is the one that configurations are measured with (``kernels/gemm_block_norm.py``).
+what Inductor makes of norm, activation and quantisation behind it. Medians of CUDA-graph replays, arms interleaved,
+inputs rotated past the L2. The fused kernel is the one that configurations are measured with
+(``kernels/gemm_block_norm.py``).
 """
 
 from __future__ import annotations
