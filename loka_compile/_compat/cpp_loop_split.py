@@ -4,8 +4,8 @@
 ``x // 256`` in all nodes that were fused into one kernel. When these iterate in different shapes of equal size, as
 BlockNorm of [4096, 2048] and a transposed FP8 copy of it do, it fails an assertion instead of leaving the loops alone.
 Came in with pytorch pull request 132389; its check compares the number of dimensions, not their sizes. No issue is
-known. And where 256 does not divide the size of x (rows of 384), it loops over 384 // 256 blocks: what lies behind them is
-never written (torch 2.13; BlockNorm of one row of 384 came out wrong).
+known. And where 256 does not divide the size of x (rows of 384), it loops over 384 // 256 blocks: what lies behind them
+is never written (torch 2.13; BlockNorm of one row of 384 came out wrong).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import block_scales
 from loka_compile.kernels import device as dev
-from loka_compile.kernels.config import BLOCK, GemmConfig, scaling_of
+from loka_compile.kernels.config import BLOCK, GemmConfig
+from loka_compile.kernels.reference import scaling as scaling_of
 from loka_compile.kernels.scaled_gemm import can_use_tma
 
 
@@ -127,7 +128,7 @@ def launch(
     norm = norm_tile(n, block)
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
     tma = config.tma and can_use_tma(a, b)
-    scaling = scaling_of(*(None if s is None else s.shape for s in (scale_a, scale_b)), m, n)
+    scaling = scaling_of(scale_a, scale_b, m, n)
     block_k = BLOCK if scaling.in_blocks else config.block_k
     strides = [s for t in (scale_a, scale_b) for s in (t.stride() if t is not None and scaling.in_blocks else (0, 0))]
     args: list[Any] = [a, b]

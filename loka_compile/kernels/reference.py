@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka_compile.kernels.config import scaling_of
+from loka_compile.kernels.config import Scaling, scaling_of
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 #: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
@@ -28,6 +28,13 @@ def to_fp8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
     return (wide(x) * factor).clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
 
 
+def scaling(scale_a: Tensor | None, scale_b: Tensor | None, m: int, n: int) -> Scaling:
+    """How two scales multiply a product [m, n]."""
+    if scale_a is None or scale_b is None:
+        return Scaling(0)
+    return scaling_of(scale_a.shape, scale_b.shape, m, n)
+
+
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
     """``a [M, K] @ b [K, N]`` times the scales, not rounded to 16 bits.
 
@@ -37,7 +44,7 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor
     if scale_a is None or scale_b is None:
         return wide(a) @ wide(b)
     (m, k), n = a.shape, b.shape[1]
-    kind = scaling_of(scale_a.shape, scale_b.shape, m, n)
+    kind = scaling(scale_a, scale_b, m, n)
     if not kind.in_blocks:
         return wide(a) @ wide(b) * scale_a * (scale_b.t() if scale_b.dim() == 2 and scale_b.shape != (1, n) else scale_b)
     along = torch.arange(k, device=a.device) // 128

@@ -62,10 +62,7 @@ def activations(graph: fx.Graph, report: Report) -> int:
         activation, out = _activation(norm, product)
         if out is None:
             continue
-        m, n, k = sizes_of(product)
-        known = m is not None and n is not None and k is not None
-        pays = known and configs.find("result_in_blocks", m, n, k, dtype_of(product.a).itemsize) is not None
-        quantised = _in_blocks(out) if pays else []
+        quantised = _in_blocks(out) if _pays_in_blocks(product) else []
         if activation == "hardswish" and not quantised:
             continue
         name = site_of(product.node) or norm.name
@@ -79,6 +76,13 @@ def activations(graph: fx.Graph, report: Report) -> int:
     if fused:
         lowerings.register()
     return fused
+
+
+def _pays_in_blocks(product: Product) -> bool:
+    m, n, k = sizes_of(product)
+    if m is None or n is None or k is None:
+        return False
+    return configs.find("result_in_blocks", m, n, k, dtype_of(product.a).itemsize) is not None
 
 
 def drop_unread(graph: fx.Graph) -> None:
@@ -174,15 +178,15 @@ def _rewrite(
         y = kept
         if gated:
             (y,) = inline(value, lambda h, r: normalised(h, r, block, dtype_of(old_y)), [kept, rstd], meta_of=norm)
-        replaced = [(old_y, y), (old_rstd, rstd), (value if gated else None, kept)]
+        pairs = [(old_y, y), (old_rstd, rstd), (value if gated else None, kept)]
+        replaced = [(old, reshaped(graph, new, old.meta["val"])) for old, new in pairs if old is not None]
         new_out = reshaped(graph, new_out, out.meta["val"])
-        replaced = [(old, reshaped(graph, new, old.meta["val"])) for old, new in replaced if old is not None]
-        blocks = [_blocks(graph, found, q, scale) for found in quantised]
+        for found in quantised:
+            replaced += _blocks(graph, found, q, scale)
     # Before the others: what is left of out is made from what they are replaced by.
     out.replace_all_uses_with(new_out, delete_user_cb=lambda user: user.meta.get("partitioner_tag") != "is_backward")
-    for pairs in (*blocks, replaced):
-        for old, new in pairs:
-            old.replace_all_uses_with(new)
+    for old, new in replaced:
+        old.replace_all_uses_with(new)
     fused = arg(kept, 0)
     graph.eliminate_dead_code()
     saved = " (kept for the backward: {} and rstd)".format("h" if gated else "y")

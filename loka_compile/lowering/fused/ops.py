@@ -16,7 +16,6 @@ from torch import Tensor
 
 from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile.kernels import reference as ref
-from loka_compile.kernels.config import scaling_of
 from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 
 LIBRARY = torch.library.Library("loka", "FRAGMENT")
@@ -81,8 +80,7 @@ def _gemm_block_norm_cuda(
     if y.numel() == 0:
         return y, rstd
     (m, k), n = a.shape, b.shape[1]
-    scaling = scaling_of(*(None if s is None else s.shape for s in (scale_a, scale_b)), m, n)
-    config = config_for(gemm_kernel(scaling.in_blocks, False), m, n, k, a.element_size(), fast)
+    config = config_for(gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, False), m, n, k, a.element_size(), fast)
     config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile.kernels import reference as ref
-from loka_compile.kernels.config import BLOCK, scaling_of
+from loka_compile.kernels.config import BLOCK
 from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 from loka_compile.lowering.fused.ops import FP8, LIBRARY, blocks_of
 
@@ -76,8 +76,7 @@ def _cuda(
     if not any(t.numel() for t in found):
         return found
     (m, k), n = a.shape, b.shape[1]
-    scaling = scaling_of(*(None if s is None else s.shape for s in (scale_a, scale_b)), m, n)
-    config = config_for(gemm_kernel(scaling.in_blocks, activation == "swish_norm"), m, n, k, a.element_size(), fast)
+    config = config_for(gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, activation == "swish_norm"), m, n, k, a.element_size(), fast)
     config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, out if with_out else None, rstd if kept else None,

@@ -115,19 +115,20 @@ def is_sum(node: Any) -> bool:
 
 def _gemm(node: Any, path: list[fx.Node]) -> Product | None:
     """The GEMM behind casts, aliases and views of the rows; path is what lies between the norm and ``node``."""
-    path = list(path)
+    path, operands = list(path), list[Any]()
     while isinstance(node, fx.Node):
         path.append(node)
         if is_call(node, aten.mm.default):
             return Product(node, tuple(path), arg(node, 0), arg(node, 1), None, None, True)
         if is_call(node, aten._scaled_mm.default):
-            operands: list[Any] = [*node.args, *[None] * (8 - len(node.args))]
+            operands = [*node.args, *[None] * (8 - len(node.args))]
             a, b, scale_a, scale_b, bias, scale_result, _, fast = operands
             if bias is not None or scale_result is not None or node.kwargs:
                 return None
             return Product(node, tuple(path), a, b, scale_a, scale_b, bool(fast))
         if is_call(node, torch.ops.loka.scaled_mm_blockwise.default) and not node.kwargs:
-            a, scale_a, b, scale_b, squares, _ = node.args
+            operands = list(node.args)
+            a, scale_a, b, scale_b, squares, _ = operands
             return Product(node, tuple(path), a, b, scale_a, scale_b, True, in_blocks=True, squares=bool(squares))
         if not _keeps_rows(node):
             return None
