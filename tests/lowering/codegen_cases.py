@@ -82,9 +82,11 @@ def rows_of_blocks(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return in_blocks(a, b, sa, sb, False)
 
 
-def activated(kind: str, with_out: bool, kept: bool, quantised: bool) -> Any:
+def activated(
+    kind: str, with_out: bool, kept: bool, quantised: bool, dtype: torch.dtype = torch.bfloat16
+) -> Any:
     def fn(a: Any, b: Any, sa: Any, sb: Any) -> Any:
-        dtypes, flags = (torch.bfloat16, torch.bfloat16), (True, with_out, kept, quantised)
+        dtypes, flags = (dtype, dtype), (True, with_out, kept, quantised)
         found = torch.ops.loka.gemm_norm_activation(a, b, sa, sb, kind, 256, 1e-5, *dtypes, *flags)
         return [found[0].float() + 1 if with_out and not kept else found[0], *found[1:]]
 
@@ -112,6 +114,8 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "SwishNorm, short last block": (activated("swish_norm", True, True, False), 199, 384, 64, None),
     "SwishNorm, FP8 alone": (activated("swish_norm", False, False, True), 4096, 1024, 1024, None),
     "SwishNorm, all": (activated("swish_norm", True, True, True), 199, 384, 64, True),
+    "SwishNorm, fp32 model": (activated("swish_norm", True, True, True, torch.float32), 4096, 1024, 1024, None),
+    "SwishNorm, fp32 kept": (activated("swish_norm", False, True, True, torch.float32), 4096, 1024, 1024, None),
     "HardSwish, FP8 and y": (activated("hardswish", False, True, True), 4096, 1024, 1024, None),
 }
 #: Cases whose template is also compiled for an sm_90, to see what it takes.

@@ -80,10 +80,11 @@ class _Rendering:
         columns = inductor.size_of(self.n, fallback=2048)
         shapes = [s.get_size() for s in self.scales] or (None, None)
         scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
+        widest = max([out_dtype.itemsize] + [written[name].get_dtype().itemsize for name in ("KEPT",) if name in written])
         config = config_for(
             gemm_kernel(scaling.in_blocks, self.activation == "swish_norm"), inductor.size_of(self.m, fallback=4096),
             columns, inductor.size_of(self.k, fallback=2048), itemsize, self.fast,
-        ).fitting(itemsize, out_dtype.itemsize, inductor.shared_memory(device))  # fmt: skip
+        ).fitting(itemsize, widest, inductor.shared_memory(device))  # fmt: skip
         options = template_options(config, self.block, columns, scaling)
         persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
         made = inductor.template(

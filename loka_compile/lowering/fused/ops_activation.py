@@ -77,7 +77,7 @@ def _cuda(
         return found
     (m, k), n = a.shape, b.shape[1]
     config = config_for(gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, activation == "swish_norm"), m, n, k, a.element_size(), fast)
-    config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
+    config = config.fitting(a.element_size(), max(out_dtype.itemsize, kept_dtype.itemsize), shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, out if with_out else None, rstd if kept else None,
         q if quantised else None, block=block, eps=eps, fast=fast, config=config,
