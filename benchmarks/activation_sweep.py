@@ -1,7 +1,7 @@
 """GEMMs with scales in blocks, SwishNorm and results in 1x128 blocks: fused, by configuration, against unfused.
 
     python benchmarks/activation_sweep.py --compile          # no GPU needed: fused kernels into Triton's cache
-    python benchmarks/activation_sweep.py --warm 0           # the unfused arms of a shape into Inductor's cache; 0 to 3
+    python benchmarks/activation_sweep.py --warm 0           # the unfused arms of a shape into Inductor's cache; 0 to 7
     python benchmarks/activation_sweep.py --out results/     # measure
 
 Unfused is what a compiled model runs without these kernels: cuBLASLt's GEMM (block-scaled, tensorwise or bf16), and
@@ -29,16 +29,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from loka_compile.gemm import Scaling  # noqa: E402
 from loka_compile.kernels import gemm_block_norm  # noqa: E402
 from loka_compile.kernels.config import GemmConfig as C  # noqa: E402
+from loka_compile.lowering.fused import lowerings  # noqa: E402
 from loka_compile.lowering.providers.torch_scaled_mm import scaled_mm_blockwise  # noqa: E402
 from loka_compile.lowering.quantize import packed, quantize  # noqa: E402
 from loka_compile.ops import block_norm_ref  # noqa: E402
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-#: M, N, K.
-SHAPES = ((4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048), (1024, 2048, 4096))
+#: M, N, K; the first four are also measured as Inductor generates the template, with the shipped configuration.
+SHAPES = (
+    (4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048), (1024, 2048, 4096), (256, 1024, 1024),
+    (16384, 1024, 1024), (4096, 4096, 4096), (1024, 512, 512),
+)  # fmt: skip
 IN_BLOCKS = (
-    C(64, 256, 128, 8, 4), C(64, 256, 128, 8, 4, tma=True, persistent=True), C(64, 256, 128, 4, 2, tma=True),
-    C(128, 256, 128, 8, 3, tma=True, persistent=True), C(64, 256, 128, 8, 4, tma=True),
+    C(64, 256, 128, 8, 4), C(64, 256, 128, 4, 2, tma=True), C(64, 256, 128, 4, 2, tma=True, halves=True),
+    C(64, 256, 128, 4, 2, halves=True), C(128, 256, 128, 8, 3, tma=True, halves=True),
 )  # fmt: skip
 IN_FP8 = (
     C(64, 256, 128, 8, 4), C(128, 256, 128, 8, 3, tma=True, persistent=True),
@@ -106,6 +110,23 @@ def behind(activation: str, writes: str) -> Callable[[torch.Tensor], Any]:
     return fn
 
 
+def operator(kind: str) -> Callable[..., Any]:
+    """The operators as the fusion leaves them in a graph."""
+    gemm, activation, writes, _ = KINDS[kind]
+    q, kept = "q" in writes, "kept" in writes
+
+    def fn(a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor) -> Any:
+        scales = {"blocks": (sa.t(), sb), "fp8": (sa, sb), "bf16": (None, None)}[gemm]
+        if activation == "hardswish" and not q:
+            y, rstd = torch.ops.loka.gemm_block_norm(a, b.t(), *scales, 256, 1e-5, BF16, True, kept)
+            return (F.hardswish(y), y, rstd) if kept else F.hardswish(y)
+        return torch.ops.loka.gemm_norm_activation(
+            a, b.t(), *scales, activation, 256, 1e-5, BF16, BF16, True, not q, kept, q
+        )
+
+    return fn
+
+
 def all_behind() -> dict[tuple[str, str], Any]:
     """What is behind the GEMMs of all kinds, compiled at the first call."""
     torch._dynamo.reset()
@@ -125,7 +146,8 @@ def product(kind: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def name_of(c: C) -> str:
     """A configuration in short."""
-    return f"{c.block_m}/w{c.warps}/s{c.stages}" + ("/pers" if c.persistent else "/tma" if c.tma else "")
+    loads = "/pers" if c.persistent else "/tma" if c.tma else ""
+    return f"{c.block_m}/w{c.warps}/s{c.stages}{loads}{'/halves' if c.halves else ''}"
 
 
 def compile_one(job: tuple[str, C]) -> str:
@@ -150,6 +172,9 @@ def arms(kind: str, compiled: Any, m: int, n: int, k: int, log: Callable[[str], 
     sets = [make(gemm, m, n, k) for _ in range(copies_past_l2(m * k + n * k + m * n * 3, most=16))]
     calls = {"GEMM alone": [lambda t=t: product(kind, t) for t in sets]}
     calls["unfused"] = [lambda t=t: compiled(product(kind, t)) for t in sets]
+    if (m, n, k) in SHAPES[:4]:
+        template = torch.compile(operator(kind))
+        calls["template"] = [lambda t=t: template(t["a"], t["b"], t["sa"], t["sb"]) for t in sets]
     calls |= {name_of(c): [lambda t=t, c=c: fused(kind, t, c) for t in sets] for c in configs}
     graphs = {}
     for name, run in calls.items():
@@ -169,6 +194,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no kind begins after so long")
     options = parser.parse_args()
     start = time.time()
+    lowerings.register()
 
     def log(text: str) -> None:
         print(f"[{time.time() - start:4.0f}s] {text}", flush=True)
@@ -183,6 +209,9 @@ def main() -> None:
         m, n, k = SHAPES[options.warm]
         for compiled in all_behind().values():
             compiled(torch.randn(m, n, device="cuda", dtype=BF16))
+        for kind in KINDS if options.warm < 4 else ():
+            t = make(KINDS[kind][0], m, n, k)
+            torch.compile(operator(kind))(t["a"], t["b"], t["sa"], t["sb"])
         log(f"warm: {m}x{n}x{k}")
         return
     from _timing import measure_graphs

@@ -26,11 +26,16 @@ def _tile(
     tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HALVES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
     WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    if SCALING == 3:
+    if HALVES:
+        acc = block_scales.accumulate_halves(
+            A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_K, TMA, ROWS_A,
+        )  # fmt: skip
+    elif SCALING == 3:
         acc = block_scales.accumulate(
             A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, BLOCK_M, BLOCK_N,
             BLOCK_K, EVEN_K, TMA, ROWS_A, ROWS_B,
@@ -79,12 +84,13 @@ def _tile(
         tl.store(Q + offset, q, mask=mask)
 
 
-@triton.jit
+# Strides of the scales make no other kernel.
+@triton.jit(do_not_specialize=["step_a", "row_b", "step_b"])
 def _kernel(
     A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HALVES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
     WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -93,13 +99,13 @@ def _kernel(
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
             _tile(
                 tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, RESIDUAL,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, HALVES, RESIDUAL,
                 ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
-            EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, RESIDUAL,
+            EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, HALVES, RESIDUAL,
             ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
         )  # fmt: skip
 
@@ -127,6 +133,7 @@ def launch(
     (m, k), n = a.shape, b.shape[0]
     norm = norm_tile(n, block)
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
+    halves = config.halves and scaling_of(scale_a, scale_b, m, n).rows_b == 128 and block_n == 256
     tma = config.tma and can_use_tma(a, b)
     scaling = scaling_of(scale_a, scale_b, m, n)
     block_k = BLOCK if scaling.in_blocks else config.block_k
@@ -135,7 +142,7 @@ def launch(
     if tma:
         args = [
             TensorDescriptor.from_tensor(a, [config.block_m, block_k]),
-            TensorDescriptor.from_tensor(b, [block_n, block_k]),
+            TensorDescriptor.from_tensor(b, [block_n // 2 if halves else block_n, block_k]),
         ]
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
     grid = tiles
@@ -147,7 +154,7 @@ def launch(
         *(any_ptr if t is None else t for t in (residual, y, rstd, kept, q, q_scales)), m, n, k, a.stride(0), b.stride(0), *strides, eps,
         BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m, NORM=norm,
         EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, TMA=tma, FAST=fast, SCALING=scaling.kind,
-        ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b, RESIDUAL=residual is not None, ACTIVATION=activation,
+        ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b, HALVES=halves, RESIDUAL=residual is not None, ACTIVATION=activation,
         WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, KEEP=kept is not None,
         WRITE_Q="" if q is None else "fixed" if q_scales is None else "1x128", Q_SCALE=q_scale,
         PERSISTENT=config.persistent, FLATTEN=config.persistent and tma,
