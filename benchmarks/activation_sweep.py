@@ -130,7 +130,7 @@ def operator(kind: str) -> Callable[..., Any]:
 def all_behind() -> dict[tuple[str, str], Any]:
     """What is behind the GEMMs of all kinds, compiled at the first call."""
     torch._dynamo.reset()
-    return {key: torch.compile(behind(*key)) for key in dict.fromkeys(kind[1:3] for kind in KINDS.values())}
+    return {key: torch.compile(behind(*key), dynamic=False) for key in dict.fromkeys(kind[1:3] for kind in KINDS.values())}
 
 
 def product(kind: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -173,7 +173,7 @@ def arms(kind: str, compiled: Any, m: int, n: int, k: int, log: Callable[[str], 
     calls = {"GEMM alone": [lambda t=t: product(kind, t) for t in sets]}
     calls["unfused"] = [lambda t=t: compiled(product(kind, t)) for t in sets]
     if (m, n, k) in SHAPES[:4]:
-        template = torch.compile(operator(kind))
+        template = torch.compile(operator(kind), dynamic=False)
         calls["template"] = [lambda t=t: template(t["a"], t["b"], t["sa"], t["sb"]) for t in sets]
     calls |= {name_of(c): [lambda t=t, c=c: fused(kind, t, c) for t in sets] for c in configs}
     graphs = {}
@@ -195,6 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.time()
     lowerings.register()
+    torch._dynamo.config.recompile_limit = 64  # the kinds share the code of their functions
 
     def log(text: str) -> None:
         print(f"[{time.time() - start:4.0f}s] {text}", flush=True)
@@ -211,7 +212,7 @@ def main() -> None:
             compiled(torch.randn(m, n, device="cuda", dtype=BF16))
         for kind in KINDS if options.warm < 4 else ():
             t = make(KINDS[kind][0], m, n, k)
-            torch.compile(operator(kind))(t["a"], t["b"], t["sa"], t["sb"])
+            torch.compile(operator(kind), dynamic=False)(t["a"], t["b"], t["sa"], t["sb"])
         log(f"warm: {m}x{n}x{k}")
         return
     from _timing import measure_graphs
