@@ -130,7 +130,8 @@ def operator(kind: str) -> Callable[..., Any]:
 def all_behind() -> dict[tuple[str, str], Any]:
     """What is behind the GEMMs of all kinds, compiled at the first call."""
     torch._dynamo.reset()
-    return {key: torch.compile(behind(*key), dynamic=False) for key in dict.fromkeys(kind[1:3] for kind in KINDS.values())}
+    kinds = dict.fromkeys(kind[1:3] for kind in KINDS.values())
+    return {kind: torch.compile(behind(*kind), dynamic=False) for kind in kinds}
 
 
 def product(kind: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
