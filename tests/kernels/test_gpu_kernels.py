@@ -195,8 +195,9 @@ def test_weights_together(meeting: bool) -> None:
         assert not state.any()
     for weight, q, qt, scale, transposed in zip(weights, *found, wanted, strict=True):
         assert scale.item() == pytest.approx(max(weight.float().abs().max().item(), 1e-12) / 448, rel=1e-6)
-        if weight.any():
-            assert relative(q.float() * scale, weight) < 0.03
+        # e4m3 keeps 3 bits behind the leading one, and multiples of 2**-9 below 2**-6.
+        bound = (weight.float().abs() * 2**-4).clamp_min(scale * 2**-10)
+        assert ((q.float() * scale - weight.float()).abs() <= 1.001 * bound).all()
         assert qt.numel() == (weight.numel() if transposed else 0)
         if transposed:
             assert torch.equal(q.float().t(), qt.float())
