@@ -33,6 +33,7 @@ def generated() -> dict[str, Any]:
         ("residual", 1),
         ("residual before the norm", 1),
         ("dynamic batch", 3),
+        ("autocast", 3),
     ],
 )
 def test_gemm_norm_activation_and_quantisation_are_one_kernel(
