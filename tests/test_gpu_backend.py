@@ -166,8 +166,8 @@ def test_frozen_weights_are_quantised_when_compiling(fuse):
     assert "quantize_weights" not in graphs[1]
     assert graphs[1].count("torch.ops.loka.gemm_block_norm.default(") == (3 if fuse else 0)
     if fuse:
-        # Our kernel takes the scale's inverse in one rounding, aten in two. A bf16 value can lie exactly between two FP8
-        # numbers, and then falls to the other side: 1 % in the first layer, and all roundings behind it differ.
+        # Our kernel takes the scale's inverse in one rounding, aten in two. A bf16 value can lie exactly between two
+        # FP8 numbers, and then falls to the other side: 1 % in the first layer, and all roundings behind it differ.
         errors = [error(out, reference(x.double())) for out in outs]
         assert max(errors) < FORWARD_BOUND
         assert abs(errors[0] - errors[1]) < 0.05 * errors[0]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, quantise, targets, trace
 
 from loka_compile.kernels import reference as ref
-from loka_compile.lowering.fused import configs, forward, gradients, grouped, inputs, joint
+from loka_compile.lowering.fused import forward, gradients, grouped, inputs, joint
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.fused.match import quantisations, shape_to_view, sort_topologically
 from loka_compile.plan import Decision, Plan
@@ -90,8 +90,8 @@ def backward_graph(with_activation: bool = True) -> torch.fx.GraphModule:
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors count as too large for the kernel whose programs meet."""
     known = gradients.configs.find
-    meeting = ("block_norm_backward_fp8", "quantize_weights_meeting")
-    monkeypatch.setattr(gradients.configs, "find", lambda k, *size: None if k in meeting else known(k, *size))
+    meeting = "block_norm_backward_fp8"
+    monkeypatch.setattr(gradients.configs, "find", lambda k, *size: None if k == meeting else known(k, *size))
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
@@ -335,12 +335,9 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
 @pytest.mark.usefixtures("_emit_on_cpu")
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
 @pytest.mark.parametrize("batch", [1, 64])
-def test_an_input_is_quantised_in_one_kernel_where_that_pays(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
     import torch._inductor.config as inductor_config
 
-    find = configs.find
-    always = {"quantize_input": {"config": {}}}
-    monkeypatch.setattr(configs, "find", lambda kernel, *sizes: always.get(kernel) or find(kernel, *sizes))
     torch.manual_seed(0)
     model = layers(384).eval().requires_grad_(False)
     x = torch.randn(batch, 384).bfloat16()
@@ -351,9 +348,9 @@ def test_an_input_is_quantised_in_one_kernel_where_that_pays(batch: int, monkeyp
         out = torch.compile(model, backend="loka", options=options)(x)
     assert relative(out, expected) < 0.026 * 6**0.5 * 1.5
     report = reports()[-1]
-    assert report.graph("forward").count("quantize_weights_meeting.default(") == 1
+    assert report.graph("forward").count("quantize_weights.default(") == 1
     assert "aten.amax" not in report.graph("forward")
-    assert any("of an input in one kernel" in line for line in report.fusions)
+    assert any("of an input in two kernels" in line for line in report.fusions)
 
 
 class WideNorm(nn.Module):
