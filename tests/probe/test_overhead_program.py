@@ -58,6 +58,13 @@ def test_the_overhead_is_the_mean_of_the_rounds_ratios() -> None:
     assert row["sampled_step_ms"] == pytest.approx(150)
     assert row["worst_step_ms_with"] == pytest.approx(300)
     assert row["worst_step_ms_without"] == pytest.approx(200)
+    assert row["by_halves"] == pytest.approx(0.02)
+    # A machine that is 10 % slower while a block with the probe runs is no cost of the probe.
+    made.with_probe.block_s = [1.1 * t for t in made.with_probe.block_s]
+    made.with_probe.step_s = [[1.1 * s for s in block] for block in made.with_probe.step_s]
+    row = summary("c", "eager", made, None, None)
+    assert row["overhead"] == pytest.approx(0.122)
+    assert row["by_halves"] == pytest.approx(0.02)
     assert row["step_ms_with"] == pytest.approx(100)
 
 
