@@ -13,10 +13,10 @@ Arms:
 One model is trained in blocks of ``every`` steps, with and without the probe in turns: two models, alike in all but
 where their memory lies, differ by 1 % and more. A block with the probe has one sampled step in its middle; it ends when
 the device is idle and the worker has done everything that was waiting. The overhead is the mean over rounds of
-``t(with) / t(without) - 1`` with its 95 % interval. Where steps are bound by a CPU that others use too, blocks differ by
-far more than 1 %; "by halves" is the same quantity with less of that noise: nothing happens before the sampled step, so
-a block's second half is compared with its own first half, and what blocks without the probe show of it is taken off. A
-budget of half a percent is spent in jobs that are dearer than
+``t(with) / t(without) - 1`` with its 95 % interval. Where steps are bound by a CPU that others use too, blocks differ
+by far more than 1 %; "by halves" is the same quantity with less of that noise: nothing happens before the sampled step,
+so a block's second half is compared with its own first half, and what blocks without the probe show of it is taken off.
+A budget of half a percent is spent in jobs that are dearer than
 what one block earns, so that many blocks are without any: a measurement must be long enough to hold its share of
 them. ``worker_share`` says what it held, and a run begins with half of a job owed, as it does at any time on average.
 """
@@ -234,7 +234,8 @@ def summary(case: str, mode: str, one: Arm, before: Any, after: Any) -> dict[str
         "case": case, "mode": mode, "arm": one.name, "rounds": len(ratios), "steps": len(one.without.step_s[0]),
         "overhead": interval.mean, "overhead_low": interval.low, "overhead_high": interval.high,
         "overhead_median": statistics.median(ratios), "by_halves": by_halves.mean, "by_halves_low": by_halves.low,
-        "by_halves_high": by_halves.high, "by_halves_median": statistics.median(halves), "throughput_ratio": 1 / (1 + interval.mean),
+        "by_halves_high": by_halves.high, "by_halves_median": statistics.median(halves),
+        "throughput_ratio": 1 / (1 + interval.mean),
         "first_window_s": one.first_window_s, "extra_reserved_bytes": one.extra_reserved,
         "extra_peak_bytes": one.with_probe.peak - one.without.peak,
     }  # fmt: skip
@@ -275,8 +276,8 @@ def line(row: dict[str, Any]) -> str:
 
 HEAD = (
     f"{'case':10} {'mode':8} {'arm':6} {'step ms':>8} {'with':>8} {'worst':>6} {'with':>6} {'rounds':>6} "
-    f"{'overhead %':>14} {'median':>7} {'by halves %':>14} {'median':>7} {'worker%':>7} {'calls':>6} {'wgts':>4} {'stat MB':>7} "
-    f"{'peak MB':>7} {'rsvd MB':>7}"
+    f"{'overhead %':>14} {'median':>7} {'by halves %':>14} {'median':>7} {'worker%':>7} {'calls':>6} {'wgts':>4} "
+    f"{'stat MB':>7} {'peak MB':>7} {'rsvd MB':>7}"
 )
 
 
