@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import loka_compile
 from loka_compile.gemm import Role
@@ -173,6 +174,32 @@ def test_frozen_weights_are_quantised_when_compiling(fuse):
         assert abs(errors[0] - errors[1]) < 0.05 * errors[0]
     else:
         assert torch.equal(*outs)
+
+
+class Checkpointed(Chain):
+    """Every layer is recomputed in the backward."""
+
+    def forward(self, x):
+        for linear, norm in zip(self.linears, self.norms, strict=True):
+            x = checkpoint(lambda x, linear=linear, norm=norm: F.silu(norm(linear(x))), x, use_reentrant=False)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+def test_checkpointing_recomputes_the_same_bits(save_fp8):
+    plain = Chain().cuda().bfloat16()
+    x = torch.randn(512, 448, device="cuda", dtype=torch.bfloat16)
+    options = {"plan": plan_of("torch:tensorwise_fast"), "inspect": True, "save_fp8": save_fp8}
+    recomputed = copy.deepcopy(plain)
+    recomputed.__class__ = Checkpointed
+    want, want_grads = step(torch.compile(plain, backend="loka", options=options), x)
+    torch._dynamo.reset()
+    got, grads = step(torch.compile(recomputed, backend="loka", options=options), x)
+    assert loka_compile.reports()[-1].graph("backward").count("torch.ops.loka.gemm_block_norm.default(") > 0
+    assert torch.equal(got, want)
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, want_grads[name]), name
 
 
 def test_auto_plans_for_this_card_and_trains(tmp_path, monkeypatch):
