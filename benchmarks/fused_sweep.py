@@ -94,8 +94,8 @@ def jobs(quick):
                 yield kind, shape, c
 
 
-def compile_one(job):
-    """In a child process: compile for sm_90 without touching the device, into Triton's disk cache."""
+def pretend_sm90(*modules):
+    """Make launches of the kernels in ``modules`` compile for sm_90, into Triton's disk cache, and nothing else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -115,12 +115,17 @@ def compile_one(job):
 
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda d: type("P", (), {"multi_processor_count": 132})
-    for module in (gemm_block_norm, split_k):
+    for module in modules:
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and name.endswith("kernel") and not hasattr(value, "patched"):
                 original = value.run
                 value.run = lambda *a, grid, warmup, _run=original, **kw: _run(*a, grid=grid, warmup=True, **kw)
                 value.patched = True
+
+
+def compile_one(job):
+    """In a child process, without touching the device."""
+    pretend_sm90(gemm_block_norm, split_k)
     kind, (m, n, k), c = job
     t = {
         "a": torch.empty(m, k, dtype=FP8), "b": torch.empty(n, k, dtype=FP8), "s": torch.empty(()),

@@ -344,3 +344,20 @@ def test_operators_outside_of_cuda_graphs_end_in_any_order():
     assert config.custom_should_partition_ops == [*before, "a::x", "b::z"]
     second.__exit__(None, None, None)
     assert config.custom_should_partition_ops == before
+
+
+def test_a_loop_that_does_not_split_evenly_is_left_whole():
+    """Inductor's C++ loop split dropped what lies behind the last whole block: rows of 384 have one and a half."""
+    from loka_compile._compat import cpp_loop_split
+
+    def per_block(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        each = scale.unsqueeze(-1).expand(*scale.shape, 256).flatten(-2)
+        return x * each[:, : x.shape[1]]
+
+    cpp_loop_split.install()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(per_block)
+        for m, n in ((3, 384), (1, 384), (3, 512)):
+            x, scale = torch.randn(m, n), torch.rand(m, 2)
+            torch.testing.assert_close(compiled(x, scale), per_block(x, scale))

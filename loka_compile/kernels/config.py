@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+
+#: Elements of the contraction that share a scale where an operand is scaled in blocks.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class GemmConfig:
     persistent: bool = False
     #: Read and write the epilogue's matrices by descriptors as well.
     tma_epilogue: bool = False
+    #: With scales in blocks: two partial products of half of a tile's columns, one after the other.
+    halves: bool = False
     #: Parts that the contraction is cut into, where a kernel can: more programs for an output of few tiles.
     splits: int = 1
 
@@ -36,6 +45,41 @@ class GemmConfig:
         written = self.block_m * self.block_n * out_itemsize if self.persistent else 0
         fit = (shared_memory - written - _BARRIERS) // stage
         return replace(self, stages=max(2, min(self.stages, fit)))
+
+
+class Scaling(NamedTuple):
+    """How the operands of a GEMM are scaled, as the kernels are told."""
+
+    #: 0: not at all, 1: one scale each, 2: one per row of A and row of B, 3: in blocks of 128 along the contraction.
+    kind: int
+    #: Rows of A, and of B, that share the scales of a row of blocks: 1 or 128; 0 without blocks.
+    rows_a: int = 0
+    rows_b: int = 0
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales vary along the contraction."""
+        return self.kind == 3
+
+
+def scaling_of(
+    scale_a: Sequence[Any] | None, scale_b: Sequence[Any] | None, m: Any, n: Any,
+    equal: Callable[[Any, Any], bool] = operator.eq,
+) -> Scaling:  # fmt: skip
+    """What the shapes of two scales say of a product [m, n]; ``equal`` compares sizes.
+
+    One element each; [m, 1] with [1, n] or [n, 1]; else blocks: [m or ceil(m/128), blocks of k] and [n or ceil(n/128),
+    blocks of k or more]. Where k has one block, rows of 1x128 are the same as whole rows.
+    """
+    if scale_a is None or scale_b is None:
+        return Scaling(0)
+    if all(equal(size, 1) for size in (*scale_a, *scale_b)):
+        return Scaling(1)
+    (rows_a, last_a), (rows_b, last_b) = scale_a, scale_b
+    along_b = (equal(rows_b, 1) and equal(last_b, n)) or (equal(rows_b, n) and equal(last_b, 1))
+    if equal(rows_a, m) and equal(last_a, 1) and along_b:
+        return Scaling(2)
+    return Scaling(3, 1 if equal(rows_a, m) else 128, 1 if equal(rows_b, n) else 128)
 
 
 @dataclass(frozen=True)

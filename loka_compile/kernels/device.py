@@ -128,6 +128,12 @@ def hardswish(x):
 
 
 @triton.jit
+def hardsigmoid(x):
+    """``relu6(x + 3) / 6`` in fp32. By comparisons, which let a NaN through."""
+    return tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x * (1.0 / 6.0) + 0.5))
+
+
+@triton.jit
 def hardswish_derivative(x):
     """Derivative as aten.hardswish_backward has it: 0 at and below -3, 1 at and above 3."""
     return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x * (1.0 / 3.0) + 0.5, 1.0))

@@ -1,4 +1,4 @@
-"""GEMM with BlockNorm (and optionally HardSwish and FP8 output) in its epilogue: one launch, nothing kept in bf16.
+"""GEMM with BlockNorm in its epilogue, and optionally HardSwish and FP8 output, or SwishNorm's gate: one launch.
 
 The Inductor template in ``lowering/fused`` has the same body; this kernel is what the op runs in eager mode and what
 configurations are measured with.
@@ -14,23 +14,37 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka_compile.kernels import block_scales
 from loka_compile.kernels import device as dev
-from loka_compile.kernels.config import GemmConfig
+from loka_compile.kernels.config import BLOCK, GemmConfig
+from loka_compile.kernels.reference import scaling as scaling_of
 from loka_compile.kernels.scaled_gemm import can_use_tma
 
 
 @triton.jit
 def _tile(
-    tile, A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
+    tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    RESIDUAL: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HALVES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
+    WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = dev.accumulate(
-        A, B, pid_m, pid_n, 0, tl.cdiv(K, BLOCK_K), M, N, K, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-        TMA, FAST,
-    )  # fmt: skip
+    if HALVES:
+        acc = block_scales.accumulate_halves(
+            A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_K, TMA, ROWS_A,
+        )  # fmt: skip
+    elif SCALING == 3:
+        acc = block_scales.accumulate(
+            A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_K, TMA, ROWS_A, ROWS_B,
+        )  # fmt: skip
+    else:
+        acc = dev.accumulate(
+            A, B, pid_m, pid_n, 0, tl.cdiv(K, BLOCK_K), M, N, K, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            TMA, FAST,
+        )  # fmt: skip
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if SCALING == 1:
@@ -47,36 +61,52 @@ def _tile(
         acc = tl.where(rn[None, :] < N, acc, 0.0)
     rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM) + EPS)
     y = dev.over_block(acc, rstd, BLOCK_M, BLOCK_N, NORM)
+    if KEEP:
+        kept = acc if ACTIVATION == "swish_norm" else y
+        tl.store(KEPT + offset, kept.to(KEPT.dtype.element_ty), mask=mask)
+    if ACTIVATION == "swish_norm":
+        y = acc * dev.hardsigmoid(y)
+    elif ACTIVATION == "hardswish":
+        y = dev.hardswish(y)
     if WRITE_RSTD:
         rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
         blocks = tl.cdiv(N, NORM)
         tl.store(RSTD + rm[:, None] * blocks + rb[None, :], rstd, mask=(rm[:, None] < M) & (rb[None, :] < blocks))
     if WRITE_Y:
         tl.store(Y + offset, y.to(Y.dtype.element_ty), mask=mask)
-    if WRITE_Q:
+    if WRITE_Q == "1x128":
+        scaled, scale = block_scales.scaled(y, BLOCK_M, BLOCK_N)
+        tl.store(Q + offset, dev.to_fp8(scaled, 1.0, Q.dtype.element_ty, 448.0), mask=mask)
+        rs = pid_n * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
+        tl.store(QS + rs.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=(rm[:, None] < M) & (rs[None, :] * 128 < N))
+    elif WRITE_Q == "fixed":
         q = dev.to_fp8(dev.hardswish(y), Q_SCALE, Q.dtype.element_ty, 448.0)
         tl.store(Q + offset, q, mask=mask)
 
 
-@triton.jit
+# Strides of the scales make no other kernel.
+@triton.jit(do_not_specialize=["step_a", "row_b", "step_b"])
 def _kernel(
-    A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS,
+    A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    RESIDUAL: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HALVES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
+    WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
             _tile(
-                tile, A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, RESIDUAL, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+                tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, HALVES, RESIDUAL,
+                ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
             )  # fmt: skip
     else:
         _tile(
-            tl.program_id(0), A, B, SA, SB, R, Y, RSTD, Q, M, N, K, stride_a, stride_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K,
-            GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, RESIDUAL, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+            tl.program_id(0), A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
+            EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, HALVES, RESIDUAL,
+            ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
         )  # fmt: skip
 
 
@@ -88,24 +118,31 @@ def norm_tile(n: int, block: int) -> int:
 def launch(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, y: Tensor | None, rstd: Tensor | None,
     q: Tensor | None, *, block: int, eps: float, fast: bool, config: GemmConfig, q_scale: float = 16.0,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, activation: str = "", kept: Tensor | None = None, q_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``y = BlockNorm(a @ b.T + residual)`` and/or ``q = fp8(HardSwish(y) * q_scale)``, and rstd where given.
+    """Write ``y = BlockNorm(z)`` with ``z = a @ b.T + residual``, and/or ``q = fp8(HardSwish(y) * q_scale)``; rstd.
 
-    a [M, K], b [N, K], both with contiguous rows; scales fp32: both scalar, or [M, 1] and [1, N] (or [N, 1]).
+    With an activation, y is ``HardSwish(BlockNorm(z))`` ("hardswish") or ``z * hardsigmoid(BlockNorm(z))``
+    ("swish_norm"), and ``kept`` is what the backward needs beside rstd: BlockNorm(z), or z. q is then y in 1x128 blocks,
+    with ``q_scales`` [N/128, M]; N a multiple of 128. What is None is not written.
+
+    a [M, K], b [N, K], both with contiguous rows; scales fp32, as :func:`scaling_of` tells them apart: both scalar,
+    [M, 1] and [1, N] (contiguous), or blocks of 128 of any strides, with K in steps of 128 whatever ``config`` says.
     residual, where given: [M, N], contiguous, any floating dtype; not scaled.
     """
     (m, k), n = a.shape, b.shape[0]
     norm = norm_tile(n, block)
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
+    halves = config.halves and scaling_of(scale_a, scale_b, m, n).rows_b == 128 and block_n == 256
     tma = config.tma and can_use_tma(a, b)
-    # [1, 1] against [1, N] is rowwise with one row; both scalar is tensorwise, which one row and column equal anyway.
-    scaling = 0 if scale_a is None or scale_b is None else (1 if scale_a.numel() == scale_b.numel() == 1 else 2)
+    scaling = scaling_of(scale_a, scale_b, m, n)
+    block_k = BLOCK if scaling.in_blocks else config.block_k
+    strides = [s for t in (scale_a, scale_b) for s in (t.stride() if t is not None and scaling.in_blocks else (0, 0))]
     args: list[Any] = [a, b]
     if tma:
         args = [
-            TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
-            TensorDescriptor.from_tensor(b, [block_n, config.block_k]),
+            TensorDescriptor.from_tensor(a, [config.block_m, block_k]),
+            TensorDescriptor.from_tensor(b, [block_n // 2 if halves else block_n, block_k]),
         ]
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
     grid = tiles
@@ -114,11 +151,12 @@ def launch(
     any_ptr = next(t for t in (y, q) if t is not None)
     _kernel[(grid,)](
         *args, any_ptr if scale_a is None else scale_a, any_ptr if scale_b is None else scale_b,
-        any_ptr if residual is None else residual, any_ptr if y is None else y, any_ptr if rstd is None else rstd, any_ptr if q is None else q,
-        m, n, k, a.stride(0), b.stride(0), eps,
-        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, NORM=norm,
-        EVEN_N=n % block_n == 0, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, SCALING=scaling,
-        RESIDUAL=residual is not None, WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, WRITE_Q=q is not None, Q_SCALE=q_scale,
+        *(any_ptr if t is None else t for t in (residual, y, rstd, kept, q, q_scales)), m, n, k, a.stride(0), b.stride(0), *strides, eps,
+        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m, NORM=norm,
+        EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, TMA=tma, FAST=fast, SCALING=scaling.kind,
+        ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b, HALVES=halves, RESIDUAL=residual is not None, ACTIVATION=activation,
+        WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, KEEP=kept is not None,
+        WRITE_Q="" if q is None else "fixed" if q_scales is None else "1x128", Q_SCALE=q_scale,
         PERSISTENT=config.persistent, FLATTEN=config.persistent and tma,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

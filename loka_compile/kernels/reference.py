@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loka_compile.kernels.config import Scaling, scaling_of
+
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 #: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
 AMAX_FLOOR = 1e-12
@@ -26,12 +28,29 @@ def to_fp8(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
     return (wide(x) * factor).clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
 
 
+def scaling(scale_a: Tensor | None, scale_b: Tensor | None, m: int, n: int) -> Scaling:
+    """How two scales multiply a product [m, n]."""
+    if scale_a is None or scale_b is None:
+        return Scaling(0)
+    return scaling_of(scale_a.shape, scale_b.shape, m, n)
+
+
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
-    """``a [M, K] @ b [K, N]`` times the scales (both scalar, or [M, 1] and [1, N]), not rounded to 16 bits."""
-    out = wide(a) @ wide(b)
-    if scale_a is not None and scale_b is not None:
-        out = out * scale_a * scale_b
-    return out
+    """``a [M, K] @ b [K, N]`` times the scales, not rounded to 16 bits.
+
+    Scales: both scalar, [M, 1] and [1, N], or in blocks of 128: [M or ceil(M/128), blocks of K] and [N or ceil(N/128),
+    blocks of K or more].
+    """
+    if scale_a is None or scale_b is None:
+        return wide(a) @ wide(b)
+    (m, k), n = a.shape, b.shape[1]
+    kind = scaling(scale_a, scale_b, m, n)
+    if not kind.in_blocks:
+        return wide(a) @ wide(b) * scale_a * (scale_b.t() if scale_b.dim() == 2 and scale_b.shape != (1, n) else scale_b)
+    along = torch.arange(k, device=a.device) // 128
+    rows, columns = (torch.arange(size, device=a.device) for size in (m, n))
+    left = wide(a) * scale_a[rows // kind.rows_a][:, along]
+    return left @ (wide(b) * scale_b[columns // kind.rows_b][:, along].t())
 
 
 def block_norm(x: Tensor, block: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,6 +68,28 @@ def gemm_block_norm_ref(
     z = scaled_product(a, b, scale_a, scale_b)
     y, rstd = block_norm(z if residual is None else z + wide(residual), block, eps)
     return y.to(out_dtype), rstd
+
+
+def gemm_norm_activation_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, activation: str, block: int, eps: float,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, what the backward needs, rstd, with ``h = a @ b * scales + residual``; wide.
+
+    "swish_norm": ``h * hardsigmoid(BlockNorm(h))`` and h. "hardswish": HardSwish of y = BlockNorm(h), and y.
+    """
+    h = scaled_product(a, b, scale_a, scale_b)
+    h = h if residual is None else h + wide(residual)
+    y, rstd = block_norm(h, block, eps)
+    return (h * F.hardsigmoid(y), h, rstd) if activation == "swish_norm" else (F.hardswish(y), y, rstd)
+
+
+def quantize_1x128_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, N] in e4m3 with a scale per row and 128 columns, and the scales [N/128, M]; N a multiple of 128."""
+    groups = wide(x).unflatten(1, (-1, 128))
+    scale = (groups.abs().amax(2) / LIMITS[torch.float8_e4m3fn]).clamp(min=AMAX_FLOOR / LIMITS[torch.float8_e4m3fn])
+    q = to_fp8(groups, 1 / scale.unsqueeze(2), torch.float8_e4m3fn).flatten(1)
+    return q, scale.t().to(torch.float32).contiguous()
 
 
 def block_norm_backward_ref(

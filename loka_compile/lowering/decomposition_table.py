@@ -11,7 +11,9 @@ from loka_compile.ops import DECOMPOSITIONS
 aten = torch.ops.aten
 
 #: The fusion recognises these; Inductor's own decomposition of what it leaves comes after it.
-KEPT_WHOLE = (aten.hardswish.default, aten.hardswish_backward.default)
+KEPT_WHOLE = (
+    aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid.default, aten.hardsigmoid_backward.default
+)  # fmt: skip
 
 
 def decompositions() -> dict[Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter must be chosen before the first kernel is defined", allow_module_level=True)
@@ -88,6 +89,68 @@ def test_scales_and_slow_accumulation() -> None:
     _, scaled = run(a, b, TMA, scales=(one, one))
     _, expected_rstd = ref.gemm_block_norm_ref(a, b.t(), one, one, 256, 1e-5, torch.float32)
     torch.testing.assert_close(scaled, expected_rstd, rtol=1e-4, atol=1e-6)
+
+
+def in_blocks(m: int, n: int, k: int, rows_b: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """a [M, K], b [N, K], scales in blocks of 128 (A's rows adjacent, B's blocks padded), and their product in fp64."""
+    a, b, blocks = torch.randn(m, k), torch.randn(n, k), -(-k // 128)
+    sa = (torch.rand(blocks, m) + 0.1).t()
+    sb = torch.rand(-(-n // 128), blocks + 3) + 0.1 if rows_b == 128 else (torch.rand(blocks, n) + 0.1).t()
+    product = torch.zeros(m, n, dtype=torch.float64)
+    for i in range(blocks):
+        cut = slice(128 * i, 128 * i + 128)
+        columns = sb[:, i].repeat_interleave(rows_b)[:n].double()
+        product += a[:, cut].double() @ b[:, cut].double().t() * sa[:, i : i + 1].double() * columns
+    return (a, b, sa, sb), product
+
+
+@pytest.mark.parametrize("config", [POINTERS, PERSISTENT], ids=["pointers", "persistent"])
+@pytest.mark.parametrize("rows_b", [128, 1])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 256), (37, 256, 384), (5, 100, 128), (17, 384, 200)])
+def test_scales_in_blocks(m: int, n: int, k: int, rows_b: int, config: GemmConfig) -> None:
+    (a, b, sa, sb), product = in_blocks(m, n, k, rows_b)
+    y, rstd = run(a, b, config, scales=(sa, sb))
+    expected, expected_rstd = ref.block_norm(product, 256, 1e-5)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ref.scaled_product(a.double(), b.double().t(), sa, sb), product)
+
+
+@pytest.mark.parametrize("config", [POINTERS, PERSISTENT], ids=["pointers", "persistent"])
+@pytest.mark.parametrize("activation", ["swish_norm", "hardswish"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 256), (37, 256, 128), (5, 128, 13)])
+def test_activation_in_the_body_and_1x128_blocks(m: int, n: int, k: int, activation: str, config: GemmConfig) -> None:
+    a, b, residual = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 3
+    q, scales = torch.full((m, n), float("nan")), torch.full((n // 128, m), float("nan"))
+    kept = torch.full((m, n), float("nan"))
+    # FP8 is checked on a GPU: what would be cast is written in fp32.
+    more = {"activation": activation, "kept": kept, "residual": residual}
+    out, rstd = run(a, b, config, **more)
+    launch(a, b, None, None, None, None, q, block=256, eps=1e-5, fast=True, config=config, q_scales=scales, **more)
+    h = a.double() @ b.double().t() + residual.double()
+    y, expected_rstd = ref.block_norm(h, 256, 1e-5)
+    swish_norm = activation == "swish_norm"
+    expected = h * F.hardsigmoid(y) if swish_norm else F.hardswish(y)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kept.double(), h if swish_norm else y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=1e-6)
+    groups = expected.unflatten(1, (-1, 128))
+    torch.testing.assert_close(scales.t().double(), groups.abs().amax(2) / 448, rtol=1e-4, atol=1e-9)
+    back = q.double().unflatten(1, (-1, 128)) * scales.t().double().unsqueeze(2)
+    torch.testing.assert_close(back, groups, rtol=1e-4, atol=1e-4)
+
+
+def test_1x128_blocks_of_zeros_and_nan() -> None:
+    a, b = torch.randn(5, 16), torch.randn(256, 16)
+    a[1], a[3, 0] = 0.0, float("nan")
+    q, scales = torch.full((5, 256), 7.0), torch.full((2, 5), float("nan"))
+    launch(
+        a, b, None, None, None, None, q, block=256, eps=1e-5, fast=True, config=POINTERS, activation="swish_norm",
+        q_scales=scales,
+    )  # fmt: skip
+    assert not q[1].any()
+    torch.testing.assert_close(scales[:, 1], torch.full((2,), 1e-12 / 448))
+    assert scales.isnan().nonzero().tolist() == [[0, 3], [1, 3]]
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e15])

@@ -75,6 +75,29 @@ def residual_before(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3)
 
 
+def in_blocks(a: Any, b: Any, sa: Any, sb: Any, squares: bool = True) -> Any:
+    """Scales as the provider ``torch`` lays them out: rows adjacent, blocks of K filled up to four."""
+    kb, n = a.shape[1] // 128, b.shape[1]
+    scale_a = (sa * torch.ones(kb, a.shape[0])).t()
+    scale_b = sb * torch.ones(n // 128, -(-kb // 4) * 4) if squares else (sb * torch.ones(kb, n)).t()
+    return inference(a, b, scale_a, scale_b)
+
+
+def rows_of_blocks(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    return in_blocks(a, b, sa, sb, False)
+
+
+def activated(
+    kind: str, with_out: bool, kept: bool, quantised: bool, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    def fn(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+        dtypes, flags = (dtype, dtype), (True, with_out, kept, quantised)
+        found = torch.ops.loka.gemm_norm_activation(a, b, sa, sb, kind, 256, 1e-5, *dtypes, *flags)
+        return [found[0].float() + 1 if with_out and not kept else found[0], *found[1:]]
+
+    return fn
+
+
 CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "inference": (inference, 4096, 1024, 1024, None),
     "training": (training, 4096, 1024, 1024, None),
@@ -88,15 +111,27 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "fp32 model, few tiles": (fp32_model, 256, 1024, 1024, None),
     "fp32 from bf16": (bf16_to_fp32, 4096, 1024, 1024, None),
     "fp32 from bf16, few tiles": (bf16_to_fp32, 256, 1024, 1024, None),
+    "block scales": (in_blocks, 4096, 1024, 1024, None),
+    "block scales, short last block": (in_blocks, 199, 384, 128, None),
+    "block scales, dynamic batch": (in_blocks, 256, 512, 256, True),
+    "1x128 scales": (rows_of_blocks, 4096, 1024, 1024, None),
+    "SwishNorm": (activated("swish_norm", True, False, False), 4096, 1024, 1024, None),
+    "SwishNorm, training": (activated("swish_norm", True, True, False), 4096, 1024, 1024, None),
+    "SwishNorm, short last block": (activated("swish_norm", True, True, False), 199, 384, 64, None),
+    "SwishNorm, FP8 alone": (activated("swish_norm", False, False, True), 4096, 1024, 1024, None),
+    "SwishNorm, all": (activated("swish_norm", True, True, True), 199, 384, 64, True),
+    "SwishNorm, fp32 model": (activated("swish_norm", True, True, True, torch.float32), 4096, 1024, 1024, None),
+    "SwishNorm, fp32 kept": (activated("swish_norm", False, True, True, torch.float32), 4096, 1024, 1024, None),
+    "HardSwish, FP8 and y": (activated("hardswish", False, True, True), 4096, 1024, 1024, None),
 }
 #: Cases whose template is also compiled for an sm_90, to see what it takes.
-COMPILED = {"training", *(name for name in CASES if name.startswith("fp32"))}
+COMPILED = {"training", *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish")))}
 
 
 def shared_memory(code: str) -> int:
     """Bytes of shared memory per program of the template in Inductor's code, compiled by Triton for an sm_90."""
     for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
-        if "gemm_block_norm" not in name:
+        if "triton_tem" not in name:
             continue
         made = getattr(PyCodeCache.load(source), name)
         (config,) = made.configs

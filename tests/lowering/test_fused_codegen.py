@@ -34,6 +34,12 @@ def generated() -> dict[str, Any]:
         ("residual before the norm", 1),
         ("dynamic batch", 3),
         ("autocast", 3),
+        ("SwishNorm", 1),
+        ("SwishNorm, training", 3),
+        ("SwishNorm, short last block", 3),
+        ("SwishNorm, FP8 alone", 2),
+        ("SwishNorm, all", 5),
+        ("HardSwish, FP8 and y", 4),
     ],
 )
 def test_gemm_norm_activation_and_quantisation_are_one_kernel(
@@ -42,9 +48,18 @@ def test_gemm_norm_activation_and_quantisation_are_one_kernel(
     found = generated[case]
     assert found["launches"] == 1, found
     assert len(found["kernels"]) == 1
-    assert "gemm_block_norm" in found["kernels"][0]
-    # One per result: y, rstd and the FP8 operand in training, the FP8 operand alone in inference.
+    assert "gemm_block_norm" in found["kernels"][0] or "gemm_norm_activation" in found["kernels"][0]
+    # One per result: y, rstd and the FP8 operand in training, the FP8 operand alone in inference; h, and scales.
     assert found["stores"] == stores
+
+
+@pytest.mark.parametrize(
+    "case", ["block scales", "block scales, short last block", "block scales, dynamic batch", "1x128 scales"]
+)
+def test_scales_in_blocks_are_read_where_they_lie(generated: dict[str, Any], case: str) -> None:
+    """Two kernels make the scales; a third would be a copy of them."""
+    assert generated[case]["launches"] == 3
+    assert sum("gemm_block_norm" in kernel for kernel in generated[case]["kernels"]) == 1
 
 
 def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> None:
@@ -54,7 +69,8 @@ def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     "case",
-    ["training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles"],
+    ["training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles", "block scales",
+     "1x128 scales", "SwishNorm, training", "SwishNorm, FP8 alone", "SwishNorm, fp32 model", "SwishNorm, fp32 kept", "HardSwish, FP8 and y"],
 )
 def test_kernels_fit_the_shared_memory_of_an_h200(generated: dict[str, Any], case: str) -> None:
     """A persistent kernel that writes fp32 needs twice the room for its tile: Inductor then had no valid config."""

@@ -15,7 +15,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, targets, trace
 
-from loka_compile.lowering.fused import forward
+from loka_compile.lowering.fused import forward, product
 from loka_compile.lowering.fused.forward import fuse, will_fuse
 from loka_compile.report import Report
 
@@ -204,7 +204,7 @@ def test_few_tiles_and_a_long_contraction_are_split() -> None:
 
 
 def test_the_rewritten_graph_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "on_this_device", lambda value: "")
+    monkeypatch.setattr(product, "on_this_device", lambda value: "")
 
     def training(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, rstd = loka.block_norm(fp8_linear(x, w, sx, sw, out_dtype=F32), 256, 1e-5)
@@ -226,7 +226,7 @@ def test_the_rewritten_graph_computes_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_hardswish_in_the_epilogue_keeps_knees_and_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "on_this_device", lambda value: "")
+    monkeypatch.setattr(product, "on_this_device", lambda value: "")
 
     def only(y: Tensor) -> Tensor:
         return F.hardswish(y)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, quantise, targets, trace
 
 from loka_compile.kernels import reference as ref
-from loka_compile.lowering.fused import forward, gradients, grouped, inputs, joint
+from loka_compile.lowering.fused import gradients, grouped, inputs, joint, product
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.fused.match import quantisations, shape_to_view, sort_topologically
 from loka_compile.plan import Decision, Plan
@@ -30,7 +30,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 @pytest.fixture
 def _emit_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emit the operators; on a CPU Inductor calls their twins instead of making templates of them."""
-    monkeypatch.setattr(forward, "on_this_device", lambda value: "")
+    monkeypatch.setattr(product, "on_this_device", lambda value: "")
     monkeypatch.setattr(joint, "on_this_device", lambda value: "")
     monkeypatch.setattr(gradients, "on_this_device", lambda value: "")
     monkeypatch.setattr(grouped, "on_this_device", lambda value: "")

@@ -37,6 +37,22 @@ CALLS = {
         loka.gemm_block_norm.default,
         (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, 256, 1e-5, torch.bfloat16, True, True, GRADIENT[0]),
     ),
+    "blocks": (
+        loka.gemm_block_norm.default,
+        (fp8(19, 256), fp8(384, 256).t(), torch.rand(2, 19).t(), torch.rand(3, 4), 256, 1e-5, torch.bfloat16, True, True),
+    ),
+    "everything of SwishNorm": (
+        loka.gemm_norm_activation.default,
+        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "swish_norm", 256, 1e-5, *[torch.bfloat16] * 2, *[True] * 4, GRADIENT[0]),
+    ),
+    "SwishNorm alone": (
+        loka.gemm_norm_activation.default,
+        (*[torch.randn(64, 64)] * 2, None, None, "swish_norm", 256, 1e-5, *[torch.float32] * 2, True, True, False, False),
+    ),
+    "HardSwish in FP8 alone": (
+        loka.gemm_norm_activation.default,
+        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "hardswish", 256, 1e-5, *[torch.bfloat16] * 2, True, False, False, True),
+    ),
 }  # fmt: skip
 
 

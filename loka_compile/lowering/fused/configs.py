@@ -23,6 +23,11 @@ def _rules() -> dict[str, list[dict[str, Any]]]:
     return data["kernels"]
 
 
+def gemm_kernel(in_blocks: bool, gated: bool) -> str:
+    """Under which name the file has the fused GEMM: with scales in blocks, with SwishNorm's gate."""
+    return f"gemm_{'swish' if gated else 'block'}_norm{'_in_blocks' if in_blocks else ''}"
+
+
 def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) -> dict[str, Any] | None:
     """The first rule of ``kernel`` that holds for ``[m, k] @ [k, n]`` with operands of ``itemsize`` bytes, or None.
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs, ops, ops_meeting  # noqa: F401
-from loka_compile.lowering.fused.forward import block_refusal, on_this_device
+from loka_compile.lowering.fused.product import block_refusal, on_this_device
 from loka_compile.lowering.fused.match import (
     CONVERT,
     Quantise,

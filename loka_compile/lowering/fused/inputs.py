@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from loka_compile.lowering.fused import ops  # noqa: F401  (registers the operator)
-from loka_compile.lowering.fused.forward import on_this_device
+from loka_compile.lowering.fused.product import on_this_device
 from loka_compile.lowering.fused.match import Quantise, emit, quantisations
 from loka_compile.report import Report
 

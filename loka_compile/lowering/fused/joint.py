@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from loka_compile.gemm import Role
-from loka_compile.lowering.fused.forward import block_refusal, is_sum, on_this_device
+from loka_compile.lowering.fused.activations import activations
 from loka_compile.lowering.fused.grad_input import fold_grad_inputs
 from loka_compile.lowering.fused.gradients import drop_unread, gradients
 from loka_compile.lowering.fused.grouped import group_grad_weights
@@ -35,6 +35,7 @@ from loka_compile.lowering.fused.match import (
     shape_to_view,
     sort_topologically,
 )
+from loka_compile.lowering.fused.product import block_refusal, is_sum, on_this_device
 from loka_compile.lowering.roles import MatMul
 from loka_compile.report import Report
 
@@ -48,10 +49,11 @@ def fuse_joint(graph: fx.Graph, report: Report, save_fp8: bool = False) -> int:
     To run on the joint graph after its GEMMs are lowered. ``save_fp8``: normalised values are kept for the backward in
     FP8.
     """
+    emitted = activations(graph, report)
     found = list(quantisations(graph))
     # What the kernels of this graph meet with, by device; those of the backward use that of the forward.
     states: dict[torch.device, fx.Node] = {}
-    emitted = _weights(graph, found, report) + gradients(graph, found, report, states, save_fp8)
+    emitted += _weights(graph, found, report) + gradients(graph, found, report, states, save_fp8)
     emitted += group_grad_weights(graph, report)
     if emitted:
         sort_topologically(graph)

@@ -1,4 +1,4 @@
-"""Inductor's lowering of the fused GEMM: a Triton template. The other operators stay calls of their kernels."""
+"""Inductor's lowering of the fused GEMMs: a Triton template. The other operators stay calls of their kernels."""
 
 from __future__ import annotations
 
@@ -8,79 +8,119 @@ from typing import Any
 import torch
 
 from loka_compile._compat import inductor_templates as inductor
-from loka_compile.kernels.config import GemmConfig
-from loka_compile.lowering.fused import ops, template
-from loka_compile.lowering.fused.configs import config_for
+from loka_compile.kernels.config import BLOCK, GemmConfig, Scaling, scaling_of
+from loka_compile.lowering.fused import ops, ops_activation, template  # noqa: F401
+from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 
 _TMA_BYTES = 16
 
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor how to lower ``loka::gemm_block_norm``; the other operators need nothing but their kernels."""
+    """Tell Inductor how to lower the two fused GEMMs; the other operators need nothing but their kernels."""
     inductor.register(torch.ops.loka.gemm_block_norm.default, lower_gemm_block_norm)
+    inductor.register(torch.ops.loka.gemm_norm_activation.default, lower_gemm_norm_activation)
 
 
 def lower_gemm_block_norm(
     a: Any, b: Any, scale_a: Any, scale_b: Any, block: int, eps: float, out_dtype: torch.dtype, fast: bool,
     with_rstd: bool, residual: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """One template with the shipped configuration; rstd is a second output, written only where it is asked for."""
+    """The template with the shipped configuration; rstd is a second output, written only where it is asked for."""
     if not inductor.makes_triton_code(a.get_device()):
         op = torch.ops.loka.gemm_block_norm.default
         args = (a, b, scale_a, scale_b, block, eps, out_dtype, fast, with_rstd, residual)
         return tuple(inductor.call_kernel(op, *args))
-    scaled = scale_a is not None
-    a, b, *scales = inductor.realized(*([a, b, scale_a, scale_b] if scaled else [a, b]))
-    added = inductor.realized(residual) if residual is not None else []
-    device = a.get_device()
-    (m, k), n = a.get_size(), b.get_size()[1]
-    columns = inductor.size_of(n, fallback=2048)
-    config = config_for(
-        "gemm_block_norm", inductor.size_of(m, fallback=4096), columns, inductor.size_of(k, fallback=2048),
-        a.get_dtype().itemsize, fast,
-    ).fitting(a.get_dtype().itemsize, out_dtype.itemsize, inductor.shared_memory(device))  # fmt: skip
-    options = template_options(config, block, columns)
-    persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
-    made = inductor.template(
-        f"loka_gemm_block_norm_{'persistent' if persistent else 'tiled'}",
-        template.PERSISTENT if persistent else template.TILED,
-        persistent=persistent,
-    )
-    rstd = inductor.empty([m, ops.blocks_of(n, block)] if with_rstd else [0], torch.float32, device)
-    inputs = [a, b, *scales, *added, *([rstd] if with_rstd else [])]
-    early = inductor.launches_early(device)
-    y = inductor.render(
-        made, "loka_gemm_block_norm", inputs, inductor.output_layout(device, out_dtype, [m, n]),
-        mutated_inputs=[rstd] if with_rstd else None, launch_early=early, PDL=early,
-        SCALING=_scaling(scales), RESIDUAL=bool(added), WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=inductor.multiprocessors(device),
-        EVEN_N=inductor.multiple_of(n, options["BLOCK_N"]), EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]),
-        ACC_TYPE="tl.float32", **options,
-    )  # fmt: skip
-    return y, rstd
+    made = _Rendering((a, b, scale_a, scale_b), block, eps, fast, residual)
+    rstd = made.output([made.m, ops.blocks_of(made.n, block)], torch.float32, with_rstd)
+    return made.result(out_dtype, {"RSTD": rstd} if with_rstd else {}), rstd
 
 
-def template_options(config: GemmConfig, block: int, n: int) -> dict[str, int]:
+def lower_gemm_norm_activation(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, activation: str, block: int, eps: float, out_dtype: torch.dtype,
+    kept_dtype: torch.dtype, fast: bool, with_out: bool, kept: bool, quantised: bool, residual: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same template with the activation in its body; FP8 is its own output where nothing else is wanted."""
+    if not inductor.makes_triton_code(a.get_device()):
+        op = torch.ops.loka.gemm_norm_activation.default
+        args = (a, b, scale_a, scale_b, activation, block, eps, out_dtype, kept_dtype, fast, with_out, kept, quantised)
+        return tuple(inductor.call_kernel(op, *args, residual))
+    made = _Rendering((a, b, scale_a, scale_b), block, eps, fast, residual, activation)
+    size = [made.m, made.n]
+    rstd = made.output([made.m, ops.blocks_of(made.n, block)], torch.float32, kept)
+    h = made.output(size, kept_dtype, kept)
+    scale = made.output([made.n // BLOCK, made.m], torch.float32, quantised)
+    beside = quantised and with_out
+    q = made.output(size, ops.FP8, beside)
+    written = {"RSTD": rstd, "KEPT": h} if kept else {}
+    written |= ({"QS": scale} if quantised else {}) | ({"Q": q} if beside else {})
+    main = made.result(out_dtype if with_out else ops.FP8, written)
+    return (main, h, rstd, q, scale) if with_out else (made.output(size, out_dtype, False), h, rstd, main, scale)
+
+
+class _Rendering:
+    """One call of the template: its operands, configuration and outputs."""
+
+    def __init__(
+        self, operands: tuple[Any, ...], block: int, eps: float, fast: bool, residual: Any, activation: str = ""
+    ) -> None:
+        self.a, self.b, *self.scales = inductor.realized(*(operands if operands[2] is not None else operands[:2]))
+        self.added = inductor.realized(residual) if residual is not None else []
+        (self.m, self.k), self.n = self.a.get_size(), self.b.get_size()[1]
+        self.device = self.a.get_device()
+        self.block, self.eps, self.fast, self.activation = block, eps, fast, activation
+
+    def output(self, size: list[Any], dtype: torch.dtype, wanted: bool) -> Any:
+        """A buffer that the template writes besides its own output; empty if it is not wanted."""
+        return inductor.empty(size if wanted else [0], dtype, self.device)
+
+    def result(self, out_dtype: torch.dtype, written: dict[str, Any]) -> Any:
+        """The template's own output, [M, N]; ``written``: the other outputs by their names in the template, in its order."""
+        a, b, device, itemsize = self.a, self.b, self.device, self.a.get_dtype().itemsize
+        columns = inductor.size_of(self.n, fallback=2048)
+        shapes = [s.get_size() for s in self.scales] or (None, None)
+        scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
+        widest = max([out_dtype.itemsize] + [written[name].get_dtype().itemsize for name in ("KEPT",) if name in written])
+        config = config_for(
+            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm"), inductor.size_of(self.m, fallback=4096),
+            columns, inductor.size_of(self.k, fallback=2048), itemsize, self.fast,
+        ).fitting(itemsize, widest, inductor.shared_memory(device))  # fmt: skip
+        options = template_options(config, self.block, columns, scaling)
+        persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
+        made = inductor.template(
+            f"loka_gemm_block_norm_{'persistent' if persistent else 'tiled'}",
+            template.PERSISTENT if persistent else template.TILED,
+            persistent=persistent,
+        )
+        early = inductor.launches_early(device)
+        return inductor.render(
+            made, "loka_gemm_block_norm", [a, b, *self.scales, *self.added, *written.values()],
+            inductor.output_layout(device, out_dtype, [self.m, self.n]), mutated_inputs=list(written.values()) or None,
+            launch_early=early, PDL=early, SCALING=scaling.kind, RESIDUAL=bool(self.added), WITH_RSTD="RSTD" in written,
+            KEEP="KEPT" in written, ACTIVATION=("", "hardswish", "swish_norm").index(self.activation),
+            QUANTISED=int("QS" in written) + int("Q" in written), EPS=self.eps, FAST=self.fast,
+            NUM_SMS=inductor.multiprocessors(device), EVEN_N=inductor.multiple_of(self.n, options["BLOCK_N"]),
+            EVEN_K=inductor.multiple_of(self.k, options["BLOCK_K"]), ACC_TYPE="tl.float32", **options,
+        )  # fmt: skip
+
+
+def template_options(config: GemmConfig, block: int, n: int, scaling: Scaling) -> dict[str, int]:
     """Tile sizes for rows of n features: a tile never cuts a block, and is not wider than the row needs."""
     width = 1 << max(4, (n - 1).bit_length())
     norm = min(block, width)
-    return {
+    block_n = max(norm, min(config.block_n, width))
+    options = {
         "BLOCK_M": config.block_m,
-        "BLOCK_N": max(norm, min(config.block_n, width)),
-        "BLOCK_K": config.block_k,
+        "BLOCK_N": block_n,
+        "BLOCK_K": BLOCK if scaling.in_blocks else config.block_k,
         "NORM": norm,
         "GROUP_M": config.group_m,
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
-
-
-def _scaling(scales: list[Any]) -> int:
-    """0: none, 1: one scale each, 2: one per row of A and per column of B."""
-    if not scales:
-        return 0
-    one_each = all(len(s.get_size()) == 0 or all(inductor.equals(d, 1) for d in s.get_size()) for s in scales)
-    return 1 if one_each else 2
+    if scaling.in_blocks:
+        options |= {"ROWS_A": scaling.rows_a, "ROWS_B": scaling.rows_b, "COLUMNS": min(scaling.rows_b, block_n)}
+    return options
 
 
 def _by_tma(node: Any, contiguous: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile.kernels import reference as ref
-from loka_compile.lowering.fused.configs import config_for
+from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 
 LIBRARY = torch.library.Library("loka", "FRAGMENT")
 FP8 = torch.float8_e4m3fn
@@ -53,7 +53,10 @@ def _gemm_block_norm_fake(
     out_dtype: torch.dtype, fast: bool, with_rstd: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a [M, K], b [K, N] as for ``aten._scaled_mm``, residual [M, N] -> y [M, N] in out_dtype, rstd fp32
-    [M, ceil(N/block)] or [0]."""
+    [M, ceil(N/block)] or [0].
+
+    Scales as ``kernels.config.scaling_of`` tells them apart: scalars, [M, 1] with [1, N], or in blocks of 128:
+    [M, blocks of K] with [N, blocks of K] or [ceil(N/128), blocks of K or more], of any strides."""
     m, n = a.shape[0], b.shape[1]
     rstd_shape = (m, blocks_of(n, block)) if with_rstd else (0,)
     return a.new_empty((m, n), dtype=out_dtype), a.new_empty(rstd_shape, dtype=torch.float32)
@@ -76,7 +79,8 @@ def _gemm_block_norm_cuda(
     y, rstd = _gemm_block_norm_fake(a, b, scale_a, scale_b, block, eps, out_dtype, fast, with_rstd)
     if y.numel() == 0:
         return y, rstd
-    config = config_for("gemm_block_norm", a.shape[0], b.shape[1], a.shape[1], a.element_size(), fast)
+    (m, k), n = a.shape, b.shape[1]
+    config = config_for(gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, False), m, n, k, a.element_size(), fast)
     config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,

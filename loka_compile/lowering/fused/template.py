@@ -1,13 +1,19 @@
 """Source of the fused GEMM's Triton template (Jinja; Inductor fills in sizes, loads and the epilogue).
 
-BlockNorm is in the body because Inductor never fuses a reduction behind a template. What follows pointwise (HardSwish,
-gates, residual, casts, the FP8 quantisation of the next operand) Inductor adds to ``store_output`` itself.
+BlockNorm is in the body because Inductor never fuses a reduction behind a template, SwishNorm's gate because it needs the
+value in front of the norm as well, and FP8 in 1x128 blocks because their scales are reductions too. What follows pointwise
+(HardSwish, residual, casts, the FP8 quantisation with a fixed scale) Inductor adds to ``store_output`` itself.
+
+ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the template's
+output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
 """
 
 from __future__ import annotations
 
 _ARGUMENTS = """\
-{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) + (["RSTD"] if WITH_RSTD else []) %}
+{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) %}
+{% set names = names + (["RSTD"] if WITH_RSTD else []) + (["KEPT"] if KEEP else []) %}
+{% set names = names + (["QS"] if QUANTISED else []) + (["Q"] if QUANTISED == 2 else []) %}
 {{def_kernel(*names)}}
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
@@ -32,13 +38,38 @@ _WAIT = """\
     {% endif %}
 """
 
+# Scales that the first step of the main loop reads; they move along with it.
+_SCALES = """\
+{% if SCALING == 3 %}
+rows_of_a = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
+rows_of_b = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N // COLUMNS) * COLUMNS) % N
+sa_ptr = SA + (rows_of_a // ROWS_A) * {{stride("SA", 0)}}
+sb_ptr = SB + (rows_of_b // ROWS_B) * {{stride("SB", 0)}}
+acc = tl.zeros((BLOCK_M, BLOCK_N // COLUMNS, COLUMNS), dtype=tl.float32)
+{% else %}
+acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+{% endif %}
+"""
+
+_STEP = """\
+{% if SCALING == 3 %}
+scale = tl.load(sa_ptr)[:, None] * tl.load(sb_ptr)[None, :]
+acc += tl.reshape(tl.dot(a, b), (BLOCK_M, BLOCK_N // COLUMNS, COLUMNS)) * scale[:, :, None]
+sa_ptr += {{stride("SA", 1)}}
+sb_ptr += {{stride("SB", 1)}}
+{% elif FAST %}
+acc = tl.dot(a, b, acc)
+{% else %}
+acc += tl.dot(a, b)
+{% endif %}
+"""
+
 _POINTERS = """\
     offs_m = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
     offs_n = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
     offs_k = tl.arange(0, BLOCK_K)
     a_ptr = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptr = B + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
         {% if EVEN_K %}
         a = tl.load(a_ptr)
@@ -46,11 +77,6 @@ _POINTERS = """\
         {% else %}
         a = tl.load(a_ptr, mask=offs_k[None, :] < K - k_idx * BLOCK_K, other=0.0)
         b = tl.load(b_ptr, mask=offs_k[:, None] < K - k_idx * BLOCK_K, other=0.0)
-        {% endif %}
-        {% if FAST %}
-        acc = tl.dot(a, b, acc)
-        {% else %}
-        acc += tl.dot(a, b)
         {% endif %}
         a_ptr += BLOCK_K * stride_ak
         b_ptr += BLOCK_K * stride_bk
@@ -62,15 +88,9 @@ _DESCRIPTORS = """\
 """
 
 _TMA_LOOP = """\
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
             a = a_desc.load([pid_m * BLOCK_M, k_idx * BLOCK_K])
-            b = b_desc.load([pid_n * BLOCK_N, k_idx * BLOCK_K])
-            {% if FAST %}
-            acc = tl.dot(a, b.T, acc)
-            {% else %}
-            acc += tl.dot(a, b.T)
-            {% endif %}
+            b = b_desc.load([pid_n * BLOCK_N, k_idx * BLOCK_K]).T
 """
 
 _ORDER = """\
@@ -87,6 +107,8 @@ rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 acc = acc * (tl.load(SA) * tl.load(SB))
 {% elif SCALING == 2 %}
 acc = acc * tl.load(SA + rm, mask=rm < M, other=0.0)[:, None] * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
+{% elif SCALING == 3 %}
+acc = tl.reshape(acc, (BLOCK_M, BLOCK_N))
 {% endif %}
 {% if RESIDUAL %}
 residual_at = rm[:, None] * {{stride("R", 0)}} + rn[None, :] * {{stride("R", 1)}}
@@ -107,10 +129,39 @@ rstd = tl.rsqrt(mean_square + EPS)
 rstd_mask = (rm[:, None] < M) & (rb[None, :] * NORM < N)
 tl.store(RSTD + rm[:, None] * ((N + NORM - 1) // NORM) + rb[None, :], rstd, mask=rstd_mask)
 {% endif %}
-acc = tl.reshape(blocks * rstd[:, :, None], (BLOCK_M, BLOCK_N))
 idx_m = rm[:, None]
 idx_n = rn[None, :]
 mask = (idx_m < M) & (idx_n < N)
+y = tl.reshape(blocks * rstd[:, :, None], (BLOCK_M, BLOCK_N))
+{% if ACTIVATION == 2 %}
+{% if KEEP %}
+tl.store(KEPT + idx_m * N + idx_n, acc.to(KEPT.dtype.element_ty), mask=mask)
+{% endif %}
+acc = acc * tl.where(y <= -3.0, 0.0, tl.where(y >= 3.0, 1.0, y * (1.0 / 6.0) + 0.5))
+{% else %}
+{% if KEEP %}
+tl.store(KEPT + idx_m * N + idx_n, y.to(KEPT.dtype.element_ty), mask=mask)
+{% endif %}
+{% if ACTIVATION == 1 %}
+acc = tl.where(y <= -3.0, 0.0, tl.where(y >= 3.0, y, y * (y * (1.0 / 6.0) + 0.5)))
+{% else %}
+acc = y
+{% endif %}
+{% endif %}
+{% if QUANTISED %}
+groups = tl.reshape(acc, (BLOCK_M, BLOCK_N // 128, 128))
+largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
+q_scale = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 448.0)
+rq = pid_n * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
+tl.store(QS + rq[None, :] * M + idx_m, q_scale, mask=(idx_m < M) & (rq[None, :] * 128 < N))
+q = tl.reshape(groups * (1.0 / q_scale)[:, :, None], (BLOCK_M, BLOCK_N))
+q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))
+{% if QUANTISED == 2 %}
+tl.store(Q + idx_m * N + idx_n, q.to(Q.dtype.element_ty), mask=mask)
+{% else %}
+acc = q
+{% endif %}
+{% endif %}
 """
 
 _STORE = """{{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=%d, val_shape=("BLOCK_M", "BLOCK_N"))}}\n"""
@@ -125,8 +176,9 @@ TILED = (
     _ARGUMENTS
     + _WAIT
     + "    tile = tl.program_id(0).to(INDEX_DTYPE)\n"
-    + _indent(_ORDER, 4)
+    + _indent(_ORDER + _SCALES, 4)
     + _POINTERS
+    + _indent(_STEP, 8)
     + _indent(_NORM, 4)
     + "    "
     + _STORE % 4
@@ -138,8 +190,9 @@ PERSISTENT = (
     + _DESCRIPTORS
     + _WAIT
     + "    for tile in tl.range(tl.program_id(0).to(INDEX_DTYPE), grid_m * grid_n, NUM_SMS, flatten=True):\n"
-    + _indent(_ORDER, 8)
+    + _indent(_ORDER + _SCALES, 8)
     + _TMA_LOOP
+    + _indent(_STEP, 12)
     + _indent(_NORM, 8)
     + "        "
     + _STORE % 8
