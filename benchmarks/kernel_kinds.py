@@ -10,14 +10,17 @@ from torch.profiler import ProfilerActivity, profile
 
 KINDS = ("gemm", "gemm + norm", "norm and activation", "quantise", "attention", "embedding", "optimizer", "other")
 
-# The first that matches; a fused kernel carries the names of all that is in it, so what it is for comes first.
+# The first that matches; a fused kernel carries the names of all that is in it, so what it is for comes first. Without
+# max-autotune the only templates are ours: a GEMM with its norm.
 _RULES = (
     ("optimizer", r"adam|multi_tensor|foreach"),
-    ("gemm + norm", r"gemm_block_norm|block_norm.*gemm|triton_tem.*norm"),
+    ("gemm + norm", r"gemm_block_norm|triton_tem|^_grad_input_fp8_kernel|^_kernel$"),
+    ("norm and activation", r"^_backward(_fp8)?_kernel"),
+    ("quantise", r"^_(cast|amax|weights|blocks|rows|both_1x128)\w*kernel"),
     ("attention", r"flash|fmha|attention|softmax"),
     (
         "gemm",
-        r"gemm|nvjet|cutlass|xmma|scaled_mm|triton_tem|triton_mm|\bmm\b|::bmm|::addmm|::linear|::matmul|splitk|::mm",
+        r"gemm|nvjet|cutlass|xmma|scaled_mm|triton_mm|\bmm\b|::bmm|::addmm|::linear|::matmul|splitk|::mm",
     ),
     ("embedding", r"embedding|radix|sort|scatter|gather|scan|cumsum|index_?(ing|add|copy|put|select|func|elementwise)"),
     ("quantise", r"float8|fp8|e4m3|e5m2|quant|amax"),

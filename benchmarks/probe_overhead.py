@@ -13,7 +13,10 @@ Arms:
 One model is trained in blocks of ``every`` steps, with and without the probe in turns: two models, alike in all but
 where their memory lies, differ by 1 % and more. A block with the probe has one sampled step in its middle; it ends when
 the device is idle and the worker has done everything that was waiting. The overhead is the mean over rounds of
-``t(with) / t(without) - 1`` with its 95 % interval. A budget of half a percent is spent in jobs that are dearer than
+``t(with) / t(without) - 1`` with its 95 % interval. Where steps are bound by a CPU that others use too, blocks differ
+by far more than 1 %; "by halves" is the same quantity with less of that noise: nothing happens before the sampled step,
+so a block's second half is compared with its own first half, and what blocks without the probe show of it is taken off.
+A budget of half a percent is spent in jobs that are dearer than
 what one block earns, so that many blocks are without any: a measurement must be long enough to hold its share of
 them. ``worker_share`` says what it held, and a run begins with half of a job owed, as it does at any time on average.
 """
@@ -62,6 +65,14 @@ class Blocks:
     block_s: list[float] = field(default_factory=list)
     step_s: list[list[float]] = field(default_factory=list)
     peak: int = 0
+
+    def late(self) -> list[float]:
+        """By how much the second half of each block, and the wait for its end, took longer: as a part of the block."""
+        found = []
+        for whole, steps in zip(self.block_s, self.step_s, strict=True):
+            before = sum(steps[: len(steps) // 2])
+            found.append((whole - 2 * before) / (2 * before))
+        return found
 
     def run(self, step: Callable[[], None], steps: int, device: torch.device, finish: Callable[[], object]) -> None:
         """Run ``steps`` steps, then ``finish``, and keep their times."""
@@ -217,10 +228,14 @@ def summary(case: str, mode: str, one: Arm, before: Any, after: Any) -> dict[str
     """The figures of one arm."""
     ratios = [t / t0 - 1 for t, t0 in zip(one.with_probe.block_s, one.without.block_s, strict=True)]
     interval = confidence_interval(ratios)
+    halves = [b - a for a, b in zip(one.without.late(), one.with_probe.late(), strict=True)]
+    by_halves = confidence_interval(halves)
     found: dict[str, Any] = {
         "case": case, "mode": mode, "arm": one.name, "rounds": len(ratios), "steps": len(one.without.step_s[0]),
         "overhead": interval.mean, "overhead_low": interval.low, "overhead_high": interval.high,
-        "overhead_median": statistics.median(ratios), "throughput_ratio": 1 / (1 + interval.mean),
+        "overhead_median": statistics.median(ratios), "by_halves": by_halves.mean, "by_halves_low": by_halves.low,
+        "by_halves_high": by_halves.high, "by_halves_median": statistics.median(halves),
+        "throughput_ratio": 1 / (1 + interval.mean),
         "first_window_s": one.first_window_s, "extra_reserved_bytes": one.extra_reserved,
         "extra_peak_bytes": one.with_probe.peak - one.without.peak,
     }  # fmt: skip
@@ -247,10 +262,12 @@ def summary(case: str, mode: str, one: Arm, before: Any, after: Any) -> dict[str
 def line(row: dict[str, Any]) -> str:
     """One row of the printed table."""
     half = 100 * (row["overhead_high"] - row["overhead"])
+    half2 = 100 * (row["by_halves_high"] - row["by_halves"])
     return (
         f"{row['case']:10} {row['mode']:8} {row['arm']:6} {row['step_ms_without']:8.3f} {row['step_ms_with']:8.3f} "
         f"{row['worst_step_ms_without']:6.1f} {row['worst_step_ms_with']:6.1f} {row['rounds']:6} "
         f"{100 * row['overhead']:7.2f} +-{half:5.2f} {100 * row['overhead_median']:7.2f} "
+        f"{100 * row['by_halves']:7.2f} +-{half2:5.2f} {100 * row['by_halves_median']:7.2f} "
         f"{100 * row['worker_share']:7.2f} {row['calls_taken']:6} {row['weights_taken']:4} "
         f"{row['statistics_bytes'] / 1e6:7.0f} {row['extra_peak_bytes'] / 1e6:7.0f} "
         f"{row['extra_reserved_bytes'] / 1e6:7.0f}"
@@ -259,8 +276,8 @@ def line(row: dict[str, Any]) -> str:
 
 HEAD = (
     f"{'case':10} {'mode':8} {'arm':6} {'step ms':>8} {'with':>8} {'worst':>6} {'with':>6} {'rounds':>6} "
-    f"{'overhead %':>14} {'median':>7} {'worker%':>7} {'calls':>6} {'wgts':>4} {'stat MB':>7} "
-    f"{'peak MB':>7} {'rsvd MB':>7}"
+    f"{'overhead %':>14} {'median':>7} {'by halves %':>14} {'median':>7} {'worker%':>7} {'calls':>6} {'wgts':>4} "
+    f"{'stat MB':>7} {'peak MB':>7} {'rsvd MB':>7}"
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import loka_compile
 from loka_compile.gemm import Role
@@ -147,22 +148,58 @@ def test_autocast_and_a_dynamic_batch():
         assert all(p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_frozen_weights_are_quantised_when_compiling():
+@pytest.mark.parametrize("fuse", [False, True])
+def test_frozen_weights_are_quantised_when_compiling(fuse):
     import torch._inductor.config as inductor_config
 
     model, x = Chain().cuda().bfloat16().eval().requires_grad_(False), torch.randn(2048, 448).cuda().bfloat16()
+    reference = copy.deepcopy(model).double()
+    reference.__class__ = ChainMods
     outs, graphs = [], []
     for freezing in (False, True):
         torch._dynamo.reset()
-        options = {"plan": plan_of("torch:tensorwise"), "inspect": True}
+        options = {"plan": plan_of("torch:tensorwise"), "inspect": True, "fuse": fuse}
         compiled = torch.compile(copy.deepcopy(model), backend="loka", options=options)
         with torch.no_grad(), inductor_config.patch(freezing=freezing):
             outs.append(compiled(x))
         graphs.append(loka_compile.reports()[-1].graph("forward"))
-    assert "quantize_weights" in graphs[0]
+    assert ("quantize_weights" in graphs[0]) == fuse
     assert "quantize_weights" not in graphs[1]
-    assert graphs[1].count("torch.ops.loka.gemm_block_norm.default(") == 3
-    assert error(*outs) < 1e-3
+    assert graphs[1].count("torch.ops.loka.gemm_block_norm.default(") == (3 if fuse else 0)
+    if fuse:
+        # Our kernel takes the scale's inverse in one rounding, aten in two. A bf16 value can lie exactly between two
+        # FP8 numbers, and then falls to the other side: 1 % in the first layer, and all roundings behind it differ.
+        errors = [error(out, reference(x.double())) for out in outs]
+        assert max(errors) < FORWARD_BOUND
+        assert abs(errors[0] - errors[1]) < 0.05 * errors[0]
+    else:
+        assert torch.equal(*outs)
+
+
+class Checkpointed(Chain):
+    """Every layer is recomputed in the backward."""
+
+    def forward(self, x):
+        for linear, norm in zip(self.linears, self.norms, strict=True):
+            x = checkpoint(lambda x, linear=linear, norm=norm: F.silu(norm(linear(x))), x, use_reentrant=False)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+def test_checkpointing_recomputes_the_same_bits(save_fp8):
+    plain = Chain().cuda().bfloat16()
+    x = torch.randn(512, 448, device="cuda", dtype=torch.bfloat16)
+    options = {"plan": plan_of("torch:tensorwise_fast"), "inspect": True, "save_fp8": save_fp8}
+    recomputed = copy.deepcopy(plain)
+    recomputed.__class__ = Checkpointed
+    want, want_grads = step(torch.compile(plain, backend="loka", options=options), x)
+    torch._dynamo.reset()
+    got, grads = step(torch.compile(recomputed, backend="loka", options=options), x)
+    assert loka_compile.reports()[-1].graph("backward").count("torch.ops.loka.gemm_block_norm.default(") > 0
+    assert torch.equal(got, want)
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, want_grads[name]), name
 
 
 def test_auto_plans_for_this_card_and_trains(tmp_path, monkeypatch):

@@ -91,12 +91,12 @@ def _backward_fp8_kernel(
             d = tiles_of.gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
             best = tl.maximum(best, turned.largest_of4(d))
     if PHASE != 2:
-        grid.report(STATE, 0, best)
+        grid.report(STATE, best)
     if PHASE == 0:
         grid.meet(STATE)
     if PHASE != 1:
-        amax = tl.maximum(grid.largest(STATE, 0), FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        grid.leave(STATE, 1)
+        amax = tl.maximum(grid.largest(STATE), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        grid.leave(STATE)
         inverse = LIMIT / amax
         if first == 0:
             tl.store(SCALE, amax / LIMIT)

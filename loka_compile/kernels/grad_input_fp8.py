@@ -62,12 +62,12 @@ def _grad_input_fp8_kernel(
         store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, WORDS, PTX)
     d = (d0, d1, d2, d3)
     if PHASE != 2:
-        grid.report(STATE, 0, turned.largest_of4(d))
+        grid.report(STATE, turned.largest_of4(d))
     if PHASE == 0:
         grid.meet(STATE)
     if PHASE != 1:
-        amax = tl.maximum(grid.largest(STATE, 0), FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        grid.leave(STATE, 1)
+        amax = tl.maximum(grid.largest(STATE), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        grid.leave(STATE)
         if pid == 0:
             tl.store(SCALE, amax / LIMIT)
         turned.write4(d, LIMIT / amax, Q, QT, rw, rn, M, N, words, LIMIT, WRITE_Q, WRITE_QT, WORDS, PTX)

@@ -4,7 +4,7 @@ The programs must all be resident, so a kernel that meets is launched cooperativ
 starts all of its programs or none. Triton's interpreter runs one program after another; there the same kernel is
 launched once for what is before the meeting and once for what is behind it (:func:`phases`).
 
-The state is int32: programs that came, programs that left, then maxima as bits of fp32. It is all zero before a launch,
+The state is int32: programs that came, programs that left, the maximum as bits of fp32. It is all zero before a launch,
 and the last program to leave makes it so again: one state serves all kernels of a graph, one after another.
 """
 
@@ -16,16 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-#: Maxima that a state has room for.
-MAXIMA = 8
 #: Elements of a state.
-STATE = 2 + MAXIMA
+STATE = 3
 
 
 @triton.jit
-def report(STATE, index, largest_bits):
-    """Take part in a maximum: ``largest_bits`` is the largest of :func:`loka_compile.kernels.device.bits` here."""
-    tl.atomic_max(STATE + 2 + index, largest_bits, sem="relaxed")
+def report(STATE, largest_bits):
+    """Take part in the maximum: ``largest_bits`` is the largest of :func:`loka_compile.kernels.device.bits` here."""
+    tl.atomic_max(STATE + 2, largest_bits, sem="relaxed")
 
 
 @triton.jit
@@ -40,16 +38,16 @@ def meet(STATE):
 
 
 @triton.jit
-def largest(STATE, index):
-    """A maximum that was reported, as fp32. Read by an atomic: the first-level cache may hold an older value."""
-    return tl.atomic_max(STATE + 2 + index, 0, sem="relaxed").to(tl.float32, bitcast=True)
+def largest(STATE):
+    """The maximum that was reported, as fp32. Read by an atomic: the first-level cache may hold an older value."""
+    return tl.atomic_max(STATE + 2, 0, sem="relaxed").to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def leave(STATE, MAXIMA: tl.constexpr):
+def leave(STATE):
     """The last program to leave makes the state zero. Nothing of it may be read afterwards."""
     if tl.atomic_add(STATE + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        for i in tl.static_range(2 + MAXIMA):
+        for i in tl.static_range(3):
             tl.store(STATE + i, 0)
 
 

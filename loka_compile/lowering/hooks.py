@@ -20,8 +20,10 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from loka_compile.config import LokaConfig
+from loka_compile.lowering.checkpointing import keep_fp8_between_regions
 from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
 from loka_compile.lowering.fused.forward import fuse
+from loka_compile.lowering.fused.inputs import quantise_inputs
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
 from loka_compile.lowering.zero_gradients import share_zero_gradients
@@ -81,6 +83,7 @@ class JointPass(CustomGraphPass):
             low.tap(graph)
         else:
             lower_gemms(graph, low.plan, low.report, emulate=low.emulate)
+            keep_fp8_between_regions(graph)
             if low.config.fuse:
                 fuse_joint(graph, low.report, low.config.save_fp8)
         if low.config.fuse:
@@ -113,6 +116,7 @@ class PostGradPass(CustomGraphPass):
         low.ran.append(half)
         if low.config.fuse:
             fuse(graph, low.report)
+            quantise_inputs(graph, low.report)
         decompose(graph)
         if half == "backward":
             share_zero_gradients(graph)

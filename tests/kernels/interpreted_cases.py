@@ -24,7 +24,6 @@ from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.grouped_gemm import grouped_gemm
 from loka_compile.kernels.split_k import gemm_split_k
-from loka_compile.kernels.weights import quantize_weights as weights_meeting
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
 TMA = GemmConfig(block_m=16, block_k=16, tma=True)
@@ -285,7 +284,6 @@ def test_nan_reaches_the_maxima() -> None:
     scale = cast_transpose(grad, amax, torch.float8_e5m2)[2]
     assert scale.isnan()
     assert quantize_weights([grad], torch.float8_e4m3fn, [False])[2][0].isnan()
-    assert weights_meeting([grad], state, torch.float8_e4m3fn, [False])[2][0].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -299,19 +297,12 @@ def test_cast_transpose(dtype: torch.dtype) -> None:
     assert torch.equal(only[1].float(), qt.float())
 
 
-@pytest.mark.parametrize("meeting", [False, True])
-def test_weights_of_all_shapes_together(meeting: bool) -> None:
+def test_weights_of_all_shapes_together() -> None:
     shapes = [(70, 130), (64, 16), (3, 5), (1, 1), (16, 300), (40, 40), (2, 2), (9, 33), (5, 7), (8, 8)]
     weights = [torch.randn(*shape) * (i + 1) for i, shape in enumerate(shapes)]
     weights[2].zero_()
     wanted = [i % 3 != 0 for i in range(len(shapes))]
-    state = torch.zeros(STATE, dtype=torch.int32)
-    q, qt, scales = (
-        weights_meeting(weights, state, torch.float8_e4m3fn, wanted)
-        if meeting
-        else quantize_weights(weights, torch.float8_e4m3fn, wanted)
-    )
-    assert not state.any()
+    q, qt, scales = quantize_weights(weights, torch.float8_e4m3fn, wanted)
     for i, weight in enumerate(weights):
         assert scales[i].item() == pytest.approx(max(weight.abs().max().item(), ref.AMAX_FLOOR) / 448, rel=1e-6)
         assert q[i].shape == weight.shape

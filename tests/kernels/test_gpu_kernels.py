@@ -167,11 +167,8 @@ def test_cast_transpose(shape: tuple[int, int], dtype: torch.dtype, magnitude: f
     assert (q.float() != expected.float()).float().mean().item() < 1e-2
 
 
-@pytest.mark.parametrize("meeting", [False, True])
-def test_weights_together(meeting: bool) -> None:
-    from loka_compile.kernels import weights as in_one
+def test_weights_together() -> None:
     from loka_compile.kernels.cast import quantize_weights
-    from loka_compile.kernels.grid_barrier import STATE
 
     shapes = [
         (2048, 2048),
@@ -188,15 +185,12 @@ def test_weights_together(meeting: bool) -> None:
     weights = [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
     weights[-1].zero_()
     wanted = [i % 2 == 0 for i in range(len(shapes))]
-    state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
     found = quantize_weights(weights, E4M3, wanted)
-    if meeting:
-        found = in_one.quantize_weights(weights, state, E4M3, wanted)
-        assert not state.any()
     for weight, q, qt, scale, transposed in zip(weights, *found, wanted, strict=True):
         assert scale.item() == pytest.approx(max(weight.float().abs().max().item(), 1e-12) / 448, rel=1e-6)
-        if weight.any():
-            assert relative(q.float() * scale, weight) < 0.03
+        # e4m3 keeps 3 bits behind the leading one, and multiples of 2**-9 below 2**-6.
+        bound = (weight.float().abs() * 2**-4).clamp_min(scale * 2**-10)
+        assert ((q.float() * scale - weight.float()).abs() <= 1.001 * bound).all()
         assert qt.numel() == (weight.numel() if transposed else 0)
         if transposed:
             assert torch.equal(q.float().t(), qt.float())

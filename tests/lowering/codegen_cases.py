@@ -55,6 +55,11 @@ def residual(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return F.hardswish(y) + torch.ones(y.shape, dtype=y.dtype)
 
 
+def autocast(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.float32, True, True)
+    return (F.hardswish(y) * 16).clamp(-448, 448).to(E4M3), y.to(torch.bfloat16), rstd
+
+
 def fp32_model(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.float32, True, True)
     return (F.hardswish(y) * 16).clamp(-448, 448).to(E4M3), y, rstd
@@ -101,6 +106,7 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "residual": (residual, 256, 512, 256, None),
     "residual before the norm": (residual_before, 384, 512, 384, None),
     "dynamic batch": (training, 256, 512, 256, True),
+    "autocast": (autocast, 4096, 1024, 1024, None),
     "fp32 model": (fp32_model, 4096, 1024, 1024, None),
     "fp32 model, few tiles": (fp32_model, 256, 1024, 1024, None),
     "fp32 from bf16": (bf16_to_fp32, 4096, 1024, 1024, None),

@@ -33,6 +33,7 @@ def generated() -> dict[str, Any]:
         ("residual", 1),
         ("residual before the norm", 1),
         ("dynamic batch", 3),
+        ("autocast", 3),
         ("SwishNorm", 1),
         ("SwishNorm, training", 3),
         ("SwishNorm, short last block", 3),

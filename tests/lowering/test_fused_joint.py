@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, quantise, targets, trace
 
 from loka_compile.kernels import reference as ref
-from loka_compile.lowering.fused import gradients, grouped, joint, product
+from loka_compile.lowering.fused import gradients, grouped, inputs, joint, product
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.fused.match import quantisations, shape_to_view, sort_topologically
 from loka_compile.plan import Decision, Plan
@@ -33,6 +34,7 @@ def _emit_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "on_this_device", lambda value: "")
     monkeypatch.setattr(gradients, "on_this_device", lambda value: "")
     monkeypatch.setattr(grouped, "on_this_device", lambda value: "")
+    monkeypatch.setattr(inputs, "on_this_device", lambda value: "")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
@@ -88,8 +90,8 @@ def backward_graph(with_activation: bool = True) -> torch.fx.GraphModule:
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors count as too large for the kernel whose programs meet."""
     known = gradients.configs.find
-    meeting = ("block_norm_backward_fp8", "quantize_weights_meeting")
-    monkeypatch.setattr(gradients.configs, "find", lambda k, *size: None if k in meeting else known(k, *size))
+    meeting = "block_norm_backward_fp8"
+    monkeypatch.setattr(gradients.configs, "find", lambda k, *size: None if k == meeting else known(k, *size))
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
@@ -328,6 +330,72 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
         if parameter.dim() == 2:
             # Per layer two roundings more: of what HardSwish' and BlockNorm' read, and of the activation once more.
             assert relative(parameter.grad, gradients[name]) < 0.026 * 16**0.5 * 1.5
+
+
+@pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("batch", [1, 64])
+def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
+    import torch._inductor.config as inductor_config
+
+    torch.manual_seed(0)
+    model = layers(384).eval().requires_grad_(False)
+    x = torch.randn(batch, 384).bfloat16()
+    expected, _ = fp64_gradients(model.requires_grad_(True), x, torch.zeros(batch, 384))
+    model.requires_grad_(False)
+    options = {"plan": plan_of(model, FP8, FP8), "inspect": True}
+    with torch.no_grad(), inductor_config.patch(freezing=True):
+        out = torch.compile(model, backend="loka", options=options)(x)
+    assert relative(out, expected) < 0.026 * 6**0.5 * 1.5
+    report = reports()[-1]
+    assert report.graph("forward").count("quantize_weights.default(") == 1
+    assert "aten.amax" not in report.graph("forward")
+    assert any("of an input in two kernels" in line for line in report.fusions)
+
+
+class WideNorm(nn.Module):
+    """What autocast makes of layers on a GPU: GEMMs in bf16, norms in fp32 (on a CPU it leaves norms in bf16)."""
+
+    def __init__(self, width: int, wide_result: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.wide_result = wide_result
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            wide = F.silu(norm((x.bfloat16() @ layer.weight.bfloat16().t()).float()))
+            x = wide.bfloat16()
+        return wide if self.wide_result else x
+
+
+@pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("wide_result", [False, True])
+@pytest.mark.parametrize("batch", [64, 8192])
+def test_under_autocast_the_backward_moves_16_bits(batch: int, wide_result: bool) -> None:
+    torch.manual_seed(0)
+    model = WideNorm(384, wide_result)
+    x, grad = torch.randn(batch, 384).bfloat16(), torch.randn(batch, 384).bfloat16() / 64
+    expected, gradients = fp64_gradients(
+        nn.Sequential(*(m for pair in zip(model.layers, model.norms, strict=True) for m in (*pair, nn.SiLU()))), x, grad
+    )
+    options = {"plan": plan_of(model, FP8, FP8), "inspect": True}
+    out = torch.compile(model, backend="loka", options=options)(x)
+    out.backward(grad.to(out.dtype))
+    code = reports()[-1].graph("backward")
+    arguments = code.split("def forward")[1].split("\n")[0]
+    # What is kept has 16 bits, and so has every gradient but the last layer's, if that comes in fp32.
+    assert arguments.count(f'"bf16[{batch}, 384]"') == 3 + (not wide_result)
+    assert arguments.count(f'"f32[{batch}, 384]"') == wide_result
+    gradients_read = re.findall(r"loka.(?:block_norm_backward|grad_input)_\w+\.default\((\w+)", code)
+    dtypes = [m.group(1) for name in gradients_read if (m := re.search(rf'\b{name}: "(\w+)\[', code))]
+    assert dtypes[0] == ("f32" if wide_result else "bf16")
+    assert set(dtypes[1:]) <= {"bf16", "f8e4m3fn"}
+    assert len(dtypes) == 3
+    assert relative(out, expected) < 0.026 * 6**0.5 * 1.5
+    for index, layer in enumerate(model.layers):
+        assert relative(layer.weight.grad, gradients[f"{3 * index}.weight"]) < 0.026 * 10**0.5 * 1.5
 
 
 class PostNorm(nn.Module):

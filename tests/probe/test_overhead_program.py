@@ -49,7 +49,7 @@ def test_the_overhead_is_the_mean_of_the_rounds_ratios() -> None:
     made = Arm("probe", lambda: None, None)  # type: ignore[arg-type]
     made.without.block_s, made.with_probe.block_s = [1.0, 2.0, 1.0], [1.01, 2.04, 1.03]
     made.without.step_s = [[0.1] * 10, [0.2] * 10, [0.1] * 10]
-    made.with_probe.step_s = [[0.1] * 5 + [s] + [0.1] * 4 for s in (0.15, 0.3, 0.15)]
+    made.with_probe.step_s = [[u] * 5 + [1.5 * u] + [u] * 4 for u in (0.1, 0.2, 0.1)]
     row = summary("c", "eager", made, None, None)
     assert row["overhead"] == pytest.approx(0.02)
     # t(0.975, 2) = 4.3027; the ratios' standard deviation is 0.01
@@ -59,6 +59,13 @@ def test_the_overhead_is_the_mean_of_the_rounds_ratios() -> None:
     assert row["worst_step_ms_with"] == pytest.approx(300)
     assert row["worst_step_ms_without"] == pytest.approx(200)
     assert row["step_ms_with"] == pytest.approx(100)
+    assert row["by_halves"] == pytest.approx(0.02)
+    # A machine that is 10 % slower while a block with the probe runs is no cost of the probe.
+    made.with_probe.block_s = [1.1 * t for t in made.with_probe.block_s]
+    made.with_probe.step_s = [[1.1 * s for s in block] for block in made.with_probe.step_s]
+    row = summary("c", "eager", made, None, None)
+    assert row["overhead"] == pytest.approx(0.122)
+    assert row["by_halves"] == pytest.approx(0.02)
 
 
 def test_a_block_without_the_probe_has_no_tap_and_no_tick() -> None:

@@ -6,6 +6,7 @@ no longer in the cache anyway. ``data/fused_h200.json`` says where the border is
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs, ops, ops_meeting  # noqa: F401
 from loka_compile.lowering.fused.product import block_refusal, on_this_device
 from loka_compile.lowering.fused.match import (
+    CONVERT,
     Quantise,
     arg,
+    dtype_of,
     emit,
     flat_shape,
     is_call,
@@ -68,9 +71,12 @@ def _gradient(
         report.fusions.append(f"{name}: backward of BlockNorm not fused: {reason}")
         return 0
     source = arg(activation, 0) if activation is not None else grad
-    meets = _meets(value, consumers)
+    narrow = _narrow(source, norm, consumers)
+    if narrow:
+        source = strip(source)
+    meets = _meets(source.meta["val"], consumers)
     with graph.inserting_before(norm):
-        kept = _in_fp8(graph, strip(y)) if save_fp8 else strip(y)
+        kept = _kept(graph, strip(y), save_fp8)
         operands = [_flat(graph, n) for n in (source, kept, rstd)]
         if meets:
             args = [*operands, state_of(graph, norm, operands[2], states), block, activation is not None]
@@ -83,7 +89,12 @@ def _gradient(
             for dtype in dict.fromkeys(q.dtype for q in consumers):
                 _cast(graph, norm, dx, amax, dtype, [q for q in consumers if q.dtype == dtype])
         shaped = _viewed(graph, dx, shape_to_view(value.shape)) if value.dim() != 2 else dx
-    norm.replace_all_uses_with(shaped)
+    if narrow:
+        for user in list(norm.users):
+            if dtype_of(user) == dtype_of(source):
+                user.replace_all_uses_with(shaped)
+    else:
+        norm.replace_all_uses_with(shaped)
     for copy in copies:
         copy.replace_all_uses_with(xt)
     if save_fp8:
@@ -107,6 +118,43 @@ def state_of(graph: fx.Graph, like: fx.Node, value: fx.Node, states: dict[torch.
     if device not in states:
         (states[device],) = emit(graph, like, torch.ops.loka.meeting_state.default, (value,))
     return states[device]
+
+
+def _narrow(source: fx.Node, norm: fx.Node, consumers: list[Quantise]) -> bool:
+    """Whether the gradient comes from 16 bits and goes to 16 bits or FP8, and is wide only on its way.
+
+    So it is under autocast, where a norm computes in fp32 between GEMMs in bf16. The kernels compute in fp32 anyway;
+    with narrow operands they move half the bytes, and the cast in front of them is gone.
+    """
+    dtype = dtype_of(strip(source))
+    if dtype_of(norm) == dtype or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return all(dtype_of(user) == dtype and is_call(user, *CONVERT) for user in norm.users) and all(
+        _passes_through(q, norm, dtype) for q in consumers
+    )
+
+
+def _passes_through(q: Quantise, norm: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether what ``q`` quantises has been rounded to ``dtype`` on its way from ``norm``."""
+    node: Any = q.node
+    while node is not norm:
+        node = arg(node, 0)
+        if dtype_of(node) == dtype:
+            return True
+    return False
+
+
+def _kept(graph: fx.Graph, y: fx.Node, save_fp8: bool) -> fx.Node:
+    """What the forward keeps of its normalised values: in FP8 if asked to, else no wider than the GEMM's own result."""
+    if save_fp8:
+        return _in_fp8(graph, y)
+    made = arg(y, 0) if y.target is operator.getitem else y
+    of = dtype_of(strip(arg(made, 0))) if is_call(made, torch.ops.loka.block_norm.default) else dtype_of(y)
+    if of == dtype_of(y) or of not in (torch.bfloat16, torch.float16):
+        return y
+    with graph.inserting_before(y.next):
+        (kept,) = emit(graph, y, torch.ops.prims.convert_element_type.default, (y, of))
+    return kept
 
 
 def _in_fp8(graph: fx.Graph, y: fx.Node) -> fx.Node:

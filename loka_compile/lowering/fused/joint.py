@@ -18,10 +18,8 @@ from torch import fx
 
 from loka_compile.gemm import Role
 from loka_compile.lowering.fused.activations import activations
-from loka_compile.lowering.fused.product import block_refusal, is_sum, on_this_device
-from loka_compile.lowering.fused import configs
 from loka_compile.lowering.fused.grad_input import fold_grad_inputs
-from loka_compile.lowering.fused.gradients import drop_unread, gradients, state_of
+from loka_compile.lowering.fused.gradients import drop_unread, gradients
 from loka_compile.lowering.fused.grouped import group_grad_weights
 from loka_compile.lowering.fused.match import (
     ALIAS,
@@ -37,6 +35,7 @@ from loka_compile.lowering.fused.match import (
     shape_to_view,
     sort_topologically,
 )
+from loka_compile.lowering.fused.product import block_refusal, is_sum, on_this_device
 from loka_compile.lowering.roles import MatMul
 from loka_compile.report import Report
 
@@ -54,7 +53,7 @@ def fuse_joint(graph: fx.Graph, report: Report, save_fp8: bool = False) -> int:
     found = list(quantisations(graph))
     # What the kernels of this graph meet with, by device; those of the backward use that of the forward.
     states: dict[torch.device, fx.Node] = {}
-    emitted += _weights(graph, found, report, states) + gradients(graph, found, report, states, save_fp8)
+    emitted += _weights(graph, found, report) + gradients(graph, found, report, states, save_fp8)
     emitted += group_grad_weights(graph, report)
     if emitted:
         sort_topologically(graph)
@@ -68,9 +67,7 @@ def fuse_joint(graph: fx.Graph, report: Report, save_fp8: bool = False) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- weights
-def _weights(
-    graph: fx.Graph, found: list[Quantise], report: Report, states: dict[torch.device, fx.Node]
-) -> int:
+def _weights(graph: fx.Graph, found: list[Quantise], report: Report) -> int:
     """One operator for all graph inputs that are quantised by their own amax: a model's weights, mostly."""
     import torch._inductor.config as inductor_config
 
@@ -89,14 +86,8 @@ def _weights(
         # The operator belongs to the forward even where only the backward reads a transpose.
         like = next((q.node for q in group if q.node.meta.get("partitioner_tag") != "is_backward"), group[0].node)
         wanted = [bool(copies[s]) for s in sources]
-        elements = sum(s.meta["val"].numel() for s in sources)
         with graph.inserting_before(first):
-            if configs.find("quantize_weights_meeting", elements, 1, 1, 1) is None:
-                outs = emit(graph, like, torch.ops.loka.quantize_weights.default, (sources, dtype, wanted))
-            else:
-                state = state_of(graph, like, sources[0], states)
-                args = (sources, state, dtype, wanted)
-                outs = emit(graph, like, torch.ops.loka.quantize_weights_meeting.default, args)
+            outs = emit(graph, like, torch.ops.loka.quantize_weights.default, (sources, dtype, wanted))
         count = len(sources)
         for index, source in enumerate(sources):
             q, qt, scale = outs[index], outs[count + index], outs[2 * count + index]

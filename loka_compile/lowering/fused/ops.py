@@ -185,7 +185,7 @@ def _cast_cuda(
     return cast_transpose(x.contiguous(), amax.contiguous(), dtype, with_q=with_q, with_qt=with_qt)
 
 
-def quantize_weights_fake(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
+def _weights_fake(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
     """Weights [N, K] -> all in FP8, then all transposes [K, N] (empty where not asked for), then all scales []."""
     q = [w.new_empty(w.shape, dtype=dtype) for w in weights]
     shapes = [(w.shape[1], w.shape[0]) if t else (0,) for w, t in zip(weights, with_qt, strict=True)]
@@ -193,7 +193,7 @@ def quantize_weights_fake(weights: list[Tensor], dtype: torch.dtype, with_qt: li
     return q + qt + [w.new_empty((), dtype=torch.float32) for w in weights]
 
 
-def quantize_weights_any(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
+def _weights_any(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
     """The same in plain torch."""
     q, qt, scales = ref.quantize_weights_ref(weights, dtype)
     return q + [t if wanted else t.new_empty((0,)) for t, wanted in zip(qt, with_qt, strict=True)] + scales
@@ -211,7 +211,7 @@ for _name, _any, _cuda, _fake in (
     ("gemm_split_k", _gemm_split_k_any, _gemm_split_k_cuda, _gemm_split_k_fake),
     ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
     ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
-    ("quantize_weights", quantize_weights_any, _weights_cuda, quantize_weights_fake),
+    ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
 ):
     LIBRARY.impl(_name, _any, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")

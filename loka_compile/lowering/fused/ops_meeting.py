@@ -1,8 +1,7 @@
 """Operators whose kernel's programs meet (:mod:`loka_compile.kernels.grid_barrier`); elsewhere their plain-torch twins.
 
-    meeting_state             the zeros that the kernels of a graph meet with, one after another
-    quantize_weights_meeting  as quantize_weights, in one launch per eight weights instead of two
-    block_norm_backward_fp8   gradient through HardSwish and BlockNorm in FP8, both layouts, with the activation's transpose
+    meeting_state            the zeros that the kernels of a graph meet with, one after another
+    block_norm_backward_fp8  gradient through HardSwish and BlockNorm in FP8, both layouts, with the activation's transpose
 
 Functional to whoever looks: the state is zero before and after.
 """
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.fused.configs import meeting_config
-from loka_compile.lowering.fused.ops import FP8, LIBRARY, quantize_weights_any, quantize_weights_fake
+from loka_compile.lowering.fused.ops import FP8, LIBRARY
 
 #: As kernels.grid_barrier.STATE, which needs triton.
-STATE = 10
+STATE = 3
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 LIBRARY.define("meeting_state(Tensor like) -> Tensor", tags=_TAGS)
@@ -79,27 +78,6 @@ def _cuda(
     )  # fmt: skip
 
 
-def _weights_fake(weights: list[Tensor], state: Tensor, dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
-    return quantize_weights_fake(weights, dtype, with_qt)
-
-
-def _weights_any(weights: list[Tensor], state: Tensor, dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
-    return quantize_weights_any(weights, dtype, with_qt)
-
-
-def _weights_cuda(weights: list[Tensor], state: Tensor, dtype: torch.dtype, with_qt: list[bool]) -> list[Tensor]:
-    from loka_compile.kernels.weights import quantize_weights
-
-    q, qt, scales = quantize_weights(list(weights), state, dtype, list(with_qt))
-    return q + qt + scales
-
-
-LIBRARY.define(
-    "quantize_weights_meeting(Tensor[] weights, Tensor state, ScalarType dtype, bool[] with_qt) -> Tensor[]", tags=_TAGS
-)
-LIBRARY.impl("quantize_weights_meeting", _weights_any, "CPU")
-LIBRARY.impl("quantize_weights_meeting", _weights_cuda, "CUDA")
-torch.library.register_fake("loka::quantize_weights_meeting", _weights_fake, lib=LIBRARY)
 LIBRARY.impl("meeting_state", _state, "CompositeExplicitAutograd")
 torch.library.register_fake("loka::meeting_state", _state_fake, lib=LIBRARY)
 LIBRARY.impl("block_norm_backward_fp8", _any, "CPU")
