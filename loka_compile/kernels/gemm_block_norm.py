@@ -60,10 +60,12 @@ def _tile(
     if not EVEN_N:
         acc = tl.where(rn[None, :] < N, acc, 0.0)
     rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM) + EPS)
+    # Before y is made: both together have no room in the registers of a large tile.
+    if KEEP and ACTIVATION == "swish_norm":
+        tl.store(KEPT + offset, acc.to(KEPT.dtype.element_ty), mask=mask)
     y = dev.over_block(acc, rstd, BLOCK_M, BLOCK_N, NORM)
-    if KEEP:
-        kept = acc if ACTIVATION == "swish_norm" else y
-        tl.store(KEPT + offset, kept.to(KEPT.dtype.element_ty), mask=mask)
+    if KEEP and ACTIVATION != "swish_norm":
+        tl.store(KEPT + offset, y.to(KEPT.dtype.element_ty), mask=mask)
     if ACTIVATION == "swish_norm":
         y = acc * dev.hardsigmoid(y)
     elif ACTIVATION == "hardswish":

@@ -17,11 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
-    block_norm_backward_fp8, device, grad_input_fp8, grid_barrier, grouped_gemm, quantize, scaled_gemm, weights
+    block_norm_backward_fp8, device, gemm_block_norm, grad_input_fp8, grid_barrier, grouped_gemm, quantize, scaled_gemm
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
-from loka_compile.lowering.fused.configs import meeting_config
+from loka_compile.lowering.fused.configs import find, gemm_kernel, meeting_config
 from loka_compile.lowering.providers.triton_configs import config_for
 
 FP8 = torch.float8_e4m3fn
@@ -49,7 +49,7 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, grad_input_fp8, grouped_gemm, quantize, scaled_gemm, weights):
+    for module in (block_norm_backward_fp8, gemm_block_norm, grad_input_fp8, grouped_gemm, quantize, scaled_gemm):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -143,10 +143,31 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
         hardswish=True, dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
     )  # fmt: skip
     results["grad_input"] = list(found)
-    found.clear()
-    model = [torch.empty(512, 512, dtype=torch.bfloat16) for _ in range(4)] + [torch.empty(4096, 512, dtype=torch.bfloat16)]
-    weights.quantize_weights(model, torch.empty(grid_barrier.STATE, dtype=torch.int32), FP8, [True] * 5)
-    results["weights"] = list(found)
+    return results
+
+
+def fused(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Scales in blocks, SwishNorm and results in 1x128 blocks with the configurations that ship for them."""
+    results = {}
+    for in_blocks, activation, quantised, kept in [
+        (True, "hardswish", False, False), (True, "hardswish", True, True), (True, "swish_norm", True, False),
+        (True, "swish_norm", False, True), (False, "swish_norm", False, True), (False, "swish_norm", True, False),
+    ]:  # fmt: skip
+        for m, n, k in [(4096, 512, 512), (4096, 1024, 1024)]:
+            kernel = gemm_kernel(in_blocks, activation == "swish_norm", quantised)
+            if find(kernel, m, n, k, 1) is None:
+                continue
+            found.clear()
+            blocks = torch.empty(k // 128, m).t(), torch.empty(n // 128, k // 128)
+            scales = blocks if in_blocks else (torch.empty(()), torch.empty(()))
+            out = torch.empty(m, n, dtype=torch.bfloat16)
+            gemm_block_norm.launch(
+                torch.empty(m, k, dtype=FP8), torch.empty(n, k, dtype=FP8), *scales, None if quantised else out,
+                torch.empty(m, n // 256) if kept else None, out.to(FP8) if quantised else None, block=256, eps=1e-5,
+                fast=True, config=shipped(kernel, m, n, k, 1), activation=activation, kept=out if kept else None,
+                q_scales=torch.empty(n // 128, m) if quantised else None,
+            )  # fmt: skip
+            results[f"{kernel} {m}x{n}x{k}"] = list(found)
     return results
 
 
@@ -154,4 +175,4 @@ if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
     json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted),
-               "grouped": grouped(noted)}, sys.stdout)
+               "grouped": grouped(noted), "fused": fused(noted)}, sys.stdout)
