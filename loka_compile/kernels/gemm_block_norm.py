@@ -15,8 +15,43 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels import grid_barrier, tile_parts
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.kernels.scaled_gemm import can_use_tma
+
+
+@triton.jit
+def _finish(
+    acc, row, pid_n, SA, SB, R, Y, RSTD, Q, M, N, EPS,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, EVEN_N: tl.constexpr, SCALING: tl.constexpr,
+    RESIDUAL: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Scales, norm, activation and stores of ROWS rows of a product from ``row`` on."""
+    rm = row + tl.arange(0, ROWS)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SCALING == 1:
+        acc = acc * (tl.load(SA) * tl.load(SB))
+    elif SCALING == 2:
+        sa = tl.load(SA + rm, mask=rm < M, other=0.0)
+        sb = tl.load(SB + rn, mask=rn < N, other=0.0)
+        acc = acc * sa[:, None] * sb[None, :]
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    if RESIDUAL:
+        acc += tl.load(R + offset, mask=mask, other=0.0).to(tl.float32)
+    if not EVEN_N:
+        acc = tl.where(rn[None, :] < N, acc, 0.0)
+    rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM) + EPS)
+    y = dev.over_block(acc, rstd, ROWS, BLOCK_N, NORM)
+    if WRITE_RSTD:
+        rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
+        blocks = tl.cdiv(N, NORM)
+        tl.store(RSTD + rm[:, None] * blocks + rb[None, :], rstd, mask=(rm[:, None] < M) & (rb[None, :] < blocks))
+    if WRITE_Y:
+        tl.store(Y + offset, y.to(Y.dtype.element_ty), mask=mask)
+    if WRITE_Q:
+        q = dev.to_fp8(dev.hardswish(y), Q_SCALE, Q.dtype.element_ty, 448.0)
+        tl.store(Q + offset, q, mask=mask)
 
 
 @triton.jit
@@ -31,31 +66,39 @@ def _tile(
         A, B, pid_m, pid_n, 0, tl.cdiv(K, BLOCK_K), M, N, K, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
         TMA, FAST,
     )  # fmt: skip
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if SCALING == 1:
-        acc = acc * (tl.load(SA) * tl.load(SB))
-    elif SCALING == 2:
-        sa = tl.load(SA + rm, mask=rm < M, other=0.0)
-        sb = tl.load(SB + rn, mask=rn < N, other=0.0)
-        acc = acc * sa[:, None] * sb[None, :]
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    offset = rm.to(tl.int64)[:, None] * N + rn[None, :]
-    if RESIDUAL:
-        acc += tl.load(R + offset, mask=mask, other=0.0).to(tl.float32)
-    if not EVEN_N:
-        acc = tl.where(rn[None, :] < N, acc, 0.0)
-    rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, BLOCK_M, BLOCK_N, NORM) + EPS)
-    y = dev.over_block(acc, rstd, BLOCK_M, BLOCK_N, NORM)
-    if WRITE_RSTD:
-        rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
-        blocks = tl.cdiv(N, NORM)
-        tl.store(RSTD + rm[:, None] * blocks + rb[None, :], rstd, mask=(rm[:, None] < M) & (rb[None, :] < blocks))
-    if WRITE_Y:
-        tl.store(Y + offset, y.to(Y.dtype.element_ty), mask=mask)
-    if WRITE_Q:
-        q = dev.to_fp8(dev.hardswish(y), Q_SCALE, Q.dtype.element_ty, 448.0)
-        tl.store(Q + offset, q, mask=mask)
+    _finish(
+        acc, pid_m * BLOCK_M, pid_n, SA, SB, R, Y, RSTD, Q, M, N, EPS, BLOCK_M, BLOCK_N, NORM, EVEN_N, SCALING,
+        RESIDUAL, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _split_kernel(
+    A, B, SA, SB, R, Y, RSTD, Q, PARTS, COUNTERS, M, N, K, stride_a, stride_b, EPS,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
+    RESIDUAL: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    SPLITS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0) % SPLITS
+    group = tl.program_id(0) // SPLITS
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in range(group, tiles, tl.num_programs(0) // SPLITS):
+        pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        if PHASE != 2:
+            last = tl.minimum((split + 1) * steps, tl.cdiv(K, BLOCK_K))
+            part = dev.accumulate(
+                A, B, pid_m, pid_n, split * steps, last, M, N, K, stride_a, stride_b, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+                TMA, FAST,
+            )  # fmt: skip
+            tile_parts.hand_in(part, PARTS, COUNTERS, tile, group, split, BLOCK_M, BLOCK_N, SPLITS, PHASE)
+        if PHASE != 1:
+            acc = tile_parts.add_up(PARTS, tile, split, BLOCK_M, BLOCK_N, SPLITS)
+            _finish(
+                acc, pid_m * BLOCK_M + split * (BLOCK_M // SPLITS), pid_n, SA, SB, R, Y, RSTD, Q, M, N, EPS,
+                BLOCK_M // SPLITS, BLOCK_N, NORM, EVEN_N, SCALING, RESIDUAL, WRITE_Y, WRITE_RSTD, WRITE_Q, Q_SCALE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -88,12 +131,13 @@ def norm_tile(n: int, block: int) -> int:
 def launch(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, y: Tensor | None, rstd: Tensor | None,
     q: Tensor | None, *, block: int, eps: float, fast: bool, config: GemmConfig, q_scale: float = 16.0,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, room: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Write ``y = BlockNorm(a @ b.T + residual)`` and/or ``q = fp8(HardSwish(y) * q_scale)``, and rstd where given.
 
     a [M, K], b [N, K], both with contiguous rows; scales fp32: both scalar, or [M, 1] and [1, N] (or [N, 1]).
-    residual, where given: [M, N], contiguous, any floating dtype; not scaled.
+    residual, where given: [M, N], contiguous, any floating dtype; not scaled. ``room``: what
+    :func:`loka_compile.kernels.tile_parts.room` gave for a launch of as many tiles and parts, to use it once more.
     """
     (m, k), n = a.shape, b.shape[0]
     norm = norm_tile(n, block)
@@ -108,17 +152,23 @@ def launch(
             TensorDescriptor.from_tensor(b, [block_n, config.block_k]),
         ]
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
-    grid = tiles
-    if config.persistent:
-        grid = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count)
     any_ptr = next(t for t in (y, q) if t is not None)
-    _kernel[(grid,)](
-        *args, any_ptr if scale_a is None else scale_a, any_ptr if scale_b is None else scale_b,
-        any_ptr if residual is None else residual, any_ptr if y is None else y, any_ptr if rstd is None else rstd, any_ptr if q is None else q,
-        m, n, k, a.stride(0), b.stride(0), eps,
-        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, NORM=norm,
-        EVEN_N=n % block_n == 0, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, SCALING=scaling,
-        RESIDUAL=residual is not None, WRITE_Y=y is not None, WRITE_RSTD=rstd is not None, WRITE_Q=q is not None, Q_SCALE=q_scale,
-        PERSISTENT=config.persistent, FLATTEN=config.persistent and tma,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    args += [any_ptr if t is None else t for t in (scale_a, scale_b, residual, y, rstd, q)]
+    sizes = (m, n, k, a.stride(0), b.stride(0), eps)
+    options: dict[str, Any] = {
+        "BLOCK_M": config.block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "NORM": norm, "EVEN_N": n % block_n == 0, "EVEN_K": k % config.block_k == 0, "TMA": tma, "FAST": fast,
+        "SCALING": scaling, "RESIDUAL": residual is not None, "WRITE_Y": y is not None, "WRITE_RSTD": rstd is not None,
+        "WRITE_Q": q is not None, "Q_SCALE": q_scale, "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    programs = tiles
+    if config.persistent or config.splits > 1:
+        programs = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count // config.splits)
+    if config.splits == 1:
+        _kernel[(programs,)](*args, *sizes, PERSISTENT=config.persistent, FLATTEN=config.persistent and tma, **options)
+        return
+    parts, counters = room or tile_parts.room(tiles, config.block_m, block_n, config.splits, a.device)
+    for phase in grid_barrier.phases(a.device):
+        _split_kernel[(max(1, programs) * config.splits,)](
+            *args, parts, counters, *sizes, SPLITS=config.splits, PHASE=phase, **options
+        )
