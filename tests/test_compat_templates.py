@@ -42,9 +42,9 @@ def test_a_template_is_made_once() -> None:
     from torch._inductor.select_algorithm import TritonTemplate
 
     source = "{{def_kernel('A')}}\n    pass\n"
-    first = inductor_templates.template("loka_test_template", source, persistent=False)
+    first = inductor_templates.template("loka_test_template", source, "tiles")
     try:
-        assert inductor_templates.template("loka_test_template", source, persistent=False) is first
+        assert inductor_templates.template("loka_test_template", source, "tiles") is first
     finally:
         del TritonTemplate.all_templates["loka_test_template"]
 

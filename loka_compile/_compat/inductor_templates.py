@@ -6,21 +6,31 @@ source); a single choice needs no ``autotune_select_algorithm``, whose result ch
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-def template(name: str, source: str, *, persistent: bool) -> Any:
-    """The Triton template of that name, made once per process."""
+def template(name: str, source: str, grid: str) -> Any:
+    """The Triton template of that name, made once per process.
+
+    ``grid`` is "tiles" (a program for each BLOCK_M x BLOCK_N tile), "persistent" (NUM_SMS programs at most) or "split"
+    (SPLITS programs a tile, NUM_SMS at most, in whole groups).
+    """
     from torch._inductor.kernel.mm_common import mm_grid, persistent_mm_grid
-    from torch._inductor.select_algorithm import TritonTemplate
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
+
+    def split_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:
+        tiles = cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])
+        return min(meta["NUM_SMS"] // meta["SPLITS"], tiles) * meta["SPLITS"], 1, 1
 
     existing = TritonTemplate.all_templates.get(name)
     if existing is not None:
         return existing
-    return TritonTemplate(name=name, grid=persistent_mm_grid if persistent else mm_grid, source=source)
+    grids = {"tiles": mm_grid, "persistent": persistent_mm_grid, "split": SymbolicGridFn(split_grid)}
+    return TritonTemplate(name=name, grid=grids[grid], source=source)
 
 
 def render(
@@ -65,6 +75,24 @@ def empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
     buffer = empty_strided(list(size), None, dtype=dtype, device=device)
     buffer.realize()
     return buffer
+
+
+#: The zeros of a graph that is being lowered, by what they are asked for.
+_zeros: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def zeros_of_graph(size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """A buffer that is filled with zeros once in a run of the graph that is being lowered. Templates may write it, if
+    the next one finds what it needs."""
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    made = _zeros.setdefault(V.graph, {})
+    if (size, dtype, device) not in made:
+        (made[size, dtype, device],) = realized(
+            lowerings[torch.ops.aten.full.default]([size], 0, dtype=dtype, device=device)
+        )
+    return made[size, dtype, device]
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,24 +41,35 @@ def lower_gemm_block_norm(
         "gemm_block_norm", inductor.size_of(m, fallback=4096), columns, inductor.size_of(k, fallback=2048),
         a.get_dtype().itemsize, fast,
     ).fitting(a.get_dtype().itemsize, out_dtype.itemsize, inductor.shared_memory(device))  # fmt: skip
-    options = template_options(config, block, columns)
-    persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
-    made = inductor.template(
-        f"loka_gemm_block_norm_{'persistent' if persistent else 'tiled'}",
-        template.PERSISTENT if persistent else template.TILED,
-        persistent=persistent,
-    )
+    sms = inductor.multiprocessors(device)
+    splits = config.splits if config.splits <= sms else 1
+    options = template_options(replace(config, splits=splits), block, columns)
+    aligned = config.tma and _by_tma(a, 1) and _by_tma(b, 0)
+    name, source, grid = _template(aligned, config.persistent, splits)
     rstd = inductor.empty([m, ops.blocks_of(n, block)] if with_rstd else [0], torch.float32, device)
-    inputs = [a, b, *scales, *added, *([rstd] if with_rstd else [])]
+    written = [rstd] if with_rstd else []
+    if splits > 1:
+        tiles = ops.blocks_of(m, options["BLOCK_M"]) * ops.blocks_of(n, options["BLOCK_N"])
+        parts = inductor.empty([tiles * splits * options["BLOCK_M"] * options["BLOCK_N"]], torch.float32, device)
+        written += [parts, inductor.zeros_of_graph(sms, torch.int32, device)]
     early = inductor.launches_early(device)
     y = inductor.render(
-        made, "loka_gemm_block_norm", inputs, inductor.output_layout(device, out_dtype, [m, n]),
-        mutated_inputs=[rstd] if with_rstd else None, launch_early=early, PDL=early,
-        SCALING=_scaling(scales), RESIDUAL=bool(added), WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=inductor.multiprocessors(device),
-        EVEN_N=inductor.multiple_of(n, options["BLOCK_N"]), EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]),
-        ACC_TYPE="tl.float32", **options,
+        inductor.template(f"loka_gemm_block_norm_{name}", source, grid), "loka_gemm_block_norm",
+        [a, b, *scales, *added, *written], inductor.output_layout(device, out_dtype, [m, n]),
+        mutated_inputs=written or None, launch_early=early, PDL=early, SCALING=_scaling(scales), RESIDUAL=bool(added),
+        WITH_RSTD=with_rstd, EPS=eps, FAST=fast, NUM_SMS=sms, EVEN_N=inductor.multiple_of(n, options["BLOCK_N"]),
+        EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]), ACC_TYPE="tl.float32", **options,
     )  # fmt: skip
     return y, rstd
+
+
+def _template(aligned: bool, persistent: bool, splits: int) -> tuple[str, str, str]:
+    """Name, source and grid of the template for operands that descriptors can read, or not."""
+    if splits > 1:
+        return ("split_tma", template.SPLIT_TMA, "split") if aligned else ("split", template.SPLIT_TILED, "split")
+    if aligned and persistent:
+        return "persistent", template.PERSISTENT, "persistent"
+    return "tiled", template.TILED, "tiles"
 
 
 def template_options(config: GemmConfig, block: int, n: int) -> dict[str, int]:
@@ -66,6 +78,8 @@ def template_options(config: GemmConfig, block: int, n: int) -> dict[str, int]:
     norm = min(block, width)
     return {
         "BLOCK_M": config.block_m,
+        "SPLITS": config.splits,
+        "ROWS": config.block_m // config.splits,
         "BLOCK_N": max(norm, min(config.block_n, width)),
         "BLOCK_K": config.block_k,
         "NORM": norm,

@@ -7,7 +7,7 @@ gates, residual, casts, the FP8 quantisation of the next operand) Inductor adds 
 from __future__ import annotations
 
 _ARGUMENTS = """\
-{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) + (["RSTD"] if WITH_RSTD else []) %}
+{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) + (["RSTD"] if WITH_RSTD else []) + (["PARTS", "COUNTERS"] if SPLITS > 1 else []) %}
 {{def_kernel(*names)}}
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
@@ -32,28 +32,35 @@ _WAIT = """\
     {% endif %}
 """
 
-_POINTERS = """\
-    offs_m = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
-    offs_n = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
-    offs_k = tl.arange(0, BLOCK_K)
-    a_ptr = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
-    b_ptr = B + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
-        {% if EVEN_K %}
-        a = tl.load(a_ptr)
-        b = tl.load(b_ptr)
-        {% else %}
-        a = tl.load(a_ptr, mask=offs_k[None, :] < K - k_idx * BLOCK_K, other=0.0)
-        b = tl.load(b_ptr, mask=offs_k[:, None] < K - k_idx * BLOCK_K, other=0.0)
-        {% endif %}
-        {% if FAST %}
-        acc = tl.dot(a, b, acc)
-        {% else %}
-        acc += tl.dot(a, b)
-        {% endif %}
-        a_ptr += BLOCK_K * stride_ak
-        b_ptr += BLOCK_K * stride_bk
+# The K-blocks that a program multiplies: all of them, or its part.
+_STEPS = 'range({{"first, last" if SPLITS > 1 else "0, tl.cdiv(K, BLOCK_K)"}})'
+
+_POINTERS = f"""\
+offs_m = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
+offs_n = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
+offs_k = tl.arange(0, BLOCK_K)
+{{% if SPLITS > 1 %}}
+offs_k += first * BLOCK_K
+{{% endif %}}
+a_ptr = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+b_ptr = B + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
+acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+for k_idx in {_STEPS}:
+    {{% if EVEN_K %}}
+    a = tl.load(a_ptr)
+    b = tl.load(b_ptr)
+    {{% else %}}
+    left = K - k_idx * BLOCK_K
+    a = tl.load(a_ptr, mask=tl.arange(0, BLOCK_K)[None, :] < left, other=0.0)
+    b = tl.load(b_ptr, mask=tl.arange(0, BLOCK_K)[:, None] < left, other=0.0)
+    {{% endif %}}
+    {{% if FAST %}}
+    acc = tl.dot(a, b, acc)
+    {{% else %}}
+    acc += tl.dot(a, b)
+    {{% endif %}}
+    a_ptr += BLOCK_K * stride_ak
+    b_ptr += BLOCK_K * stride_bk
 """
 
 _DESCRIPTORS = """\
@@ -61,16 +68,16 @@ _DESCRIPTORS = """\
     b_desc = tl.make_tensor_descriptor(B, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
 """
 
-_TMA_LOOP = """\
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
-            a = a_desc.load([pid_m * BLOCK_M, k_idx * BLOCK_K])
-            b = b_desc.load([pid_n * BLOCK_N, k_idx * BLOCK_K])
-            {% if FAST %}
-            acc = tl.dot(a, b.T, acc)
-            {% else %}
-            acc += tl.dot(a, b.T)
-            {% endif %}
+_TMA_LOOP = f"""\
+acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+for k_idx in {_STEPS}:
+    a = a_desc.load([pid_m * BLOCK_M, k_idx * BLOCK_K])
+    b = b_desc.load([pid_n * BLOCK_N, k_idx * BLOCK_K])
+    {{% if FAST %}}
+    acc = tl.dot(a, b.T, acc)
+    {{% else %}}
+    acc += tl.dot(a, b.T)
+    {{% endif %}}
 """
 
 _ORDER = """\
@@ -80,8 +87,36 @@ pid_m = group_id * GROUP_M + (tile % width) % group_size
 pid_n = (tile % width) // group_size
 """
 
+# As kernels/tile_parts.py, which says why: the programs of a tile wait for each other's parts, and each finishes ROWS rows.
+_GROUPS = """\
+    split = tl.program_id(0).to(INDEX_DTYPE) % SPLITS
+    group = tl.program_id(0).to(INDEX_DTYPE) // SPLITS
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    first = split * steps
+    last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
+    for tile in range(group, grid_m * grid_n, tl.num_programs(0) // SPLITS):
+"""
+
+_ADD_UP = """\
+part = PARTS + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N)
+part_at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+tl.store(part + split * (BLOCK_M * BLOCK_N) + part_at, acc)
+tl.debug_barrier()
+goal = (tl.atomic_add(COUNTERS + group, 16 // SPLITS, sem="acq_rel") | 15) + 1
+waiting = tl.atomic_add(COUNTERS + group, 0, sem="acquire") - goal < 0
+while waiting:
+    waiting = tl.atomic_add(COUNTERS + group, 0, sem="acquire") - goal < 0
+rows_at = (split * ROWS + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+acc = tl.load(part + rows_at, cache_modifier=".cg")
+for i in tl.static_range(1, SPLITS):
+    acc += tl.load(part + i * (BLOCK_M * BLOCK_N) + rows_at, cache_modifier=".cg")
+"""
+
 _NORM = """\
-rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+rm = pid_m * BLOCK_M + tl.arange(0, ROWS)
+{% if SPLITS > 1 %}
+rm += split * ROWS
+{% endif %}
 rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 {% if SCALING == 1 %}
 acc = acc * (tl.load(SA) * tl.load(SB))
@@ -95,7 +130,7 @@ acc += tl.load(R + residual_at, mask=(rm[:, None] < M) & (rn[None, :] < N), othe
 {% if not EVEN_N %}
 acc = tl.where(rn[None, :] < N, acc, 0.0)
 {% endif %}
-blocks = tl.reshape(acc, (BLOCK_M, BLOCK_N // NORM, NORM))
+blocks = tl.reshape(acc, (ROWS, BLOCK_N // NORM, NORM))
 rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
 {% if EVEN_N %}
 mean_square = tl.sum(blocks * blocks, axis=2) * (1.0 / NORM)
@@ -107,13 +142,13 @@ rstd = tl.rsqrt(mean_square + EPS)
 rstd_mask = (rm[:, None] < M) & (rb[None, :] * NORM < N)
 tl.store(RSTD + rm[:, None] * ((N + NORM - 1) // NORM) + rb[None, :], rstd, mask=rstd_mask)
 {% endif %}
-acc = tl.reshape(blocks * rstd[:, :, None], (BLOCK_M, BLOCK_N))
+acc = tl.reshape(blocks * rstd[:, :, None], (ROWS, BLOCK_N))
 idx_m = rm[:, None]
 idx_n = rn[None, :]
 mask = (idx_m < M) & (idx_n < N)
 """
 
-_STORE = """{{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=%d, val_shape=("BLOCK_M", "BLOCK_N"))}}\n"""
+_STORE = """{{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=%d, val_shape=("ROWS", "BLOCK_N"))}}\n"""
 
 
 def _indent(text: str, width: int) -> str:
@@ -125,9 +160,7 @@ TILED = (
     _ARGUMENTS
     + _WAIT
     + "    tile = tl.program_id(0).to(INDEX_DTYPE)\n"
-    + _indent(_ORDER, 4)
-    + _POINTERS
-    + _indent(_NORM, 4)
+    + _indent(_ORDER + _POINTERS + _NORM, 4)
     + "    "
     + _STORE % 4
 )
@@ -138,9 +171,21 @@ PERSISTENT = (
     + _DESCRIPTORS
     + _WAIT
     + "    for tile in tl.range(tl.program_id(0).to(INDEX_DTYPE), grid_m * grid_n, NUM_SMS, flatten=True):\n"
-    + _indent(_ORDER, 8)
-    + _TMA_LOOP
-    + _indent(_NORM, 8)
+    + _indent(_ORDER + _TMA_LOOP + _NORM, 8)
+    + "        "
+    + _STORE % 8
+)
+
+#: SPLITS programs per tile, each with a part of K; operands by pointer.
+SPLIT_TILED = _ARGUMENTS + _WAIT + _GROUPS + _indent(_ORDER + _POINTERS + _ADD_UP + _NORM, 8) + "        " + _STORE % 8
+
+#: The same with operands by TMA.
+SPLIT_TMA = (
+    _ARGUMENTS
+    + _DESCRIPTORS
+    + _WAIT
+    + _GROUPS
+    + _indent(_ORDER + _TMA_LOOP + _ADD_UP + _NORM, 8)
     + "        "
     + _STORE % 8
 )
