@@ -52,8 +52,35 @@ def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
+    ("case", "stores"),
+    [("split", 5), ("split, unaligned", 5), ("split, dynamic batch", 3), ("split twice", 5)],
+)
+def test_a_gemm_in_parts_is_one_kernel_behind_zeros_that_a_graph_fills_once(
+    generated: dict[str, Any], case: str, stores: int
+) -> None:
+    zeros, *kernels = generated[case]["kernels"]
+    assert "triton_poi" in zeros
+    assert ["triton_tem" in kernel for kernel in kernels] == [True] * (2 if case == "split twice" else 1)
+    assert generated[case]["launches"] == 1 + len(kernels)
+    # The zeros, and for each kernel its parts and its results.
+    assert generated[case]["stores"] == stores
+    assert (generated[case]["descriptors"] > 0) == (case in ("split", "split twice"))
+
+
+def test_the_template_computes_the_same_in_the_interpreter() -> None:
+    cases = Path(__file__).with_name("interpreted_template.py")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--show-capture=no"]
+    done = subprocess.run(
+        [*command, str(cases)], env=env, cwd=cases.parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "12 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
     "case",
-    ["training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles"],
+    ["split", "split, unaligned", "split twice", "training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles"],
 )
 def test_kernels_fit_the_shared_memory_of_an_h200(generated: dict[str, Any], case: str) -> None:
     """A persistent kernel that writes fp32 needs twice the room for its tile: Inductor then had no valid config."""

@@ -98,18 +98,19 @@ _GROUPS = """\
 """
 
 _ADD_UP = """\
-part = PARTS + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N)
-part_at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-tl.store(part + split * (BLOCK_M * BLOCK_N) + part_at, acc)
+part_row = tile * (SPLITS * BLOCK_M) + tl.arange(0, BLOCK_M).to(tl.int64) + split * BLOCK_M
+part_column = tl.arange(0, BLOCK_N)[None, :]
+tl.store(PARTS + part_row[:, None] * BLOCK_N + part_column, acc)
 tl.debug_barrier()
 goal = (tl.atomic_add(COUNTERS + group, 16 // SPLITS, sem="acq_rel") | 15) + 1
 waiting = tl.atomic_add(COUNTERS + group, 0, sem="acquire") - goal < 0
 while waiting:
     waiting = tl.atomic_add(COUNTERS + group, 0, sem="acquire") - goal < 0
-rows_at = (split * ROWS + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-acc = tl.load(part + rows_at, cache_modifier=".cg")
+part_row = tile * (SPLITS * BLOCK_M) + tl.arange(0, ROWS).to(tl.int64) + split * ROWS
+part = PARTS + part_row[:, None] * BLOCK_N + part_column
+acc = tl.load(part, cache_modifier=".cg")
 for i in tl.static_range(1, SPLITS):
-    acc += tl.load(part + i * (BLOCK_M * BLOCK_N) + rows_at, cache_modifier=".cg")
+    acc += tl.load(part + i * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
 """
 
 _NORM = """\
