@@ -35,11 +35,13 @@ from loka_compile.kernels.config import GemmConfig  # noqa: E402
 from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-#: M, K, N.
+#: Operands' dtype, M, K, N.
 SHAPES = (
-    (1024, 7680, 256), (4096, 7680, 256), (1024, 4096, 512), (1024, 2048, 512), (256, 2048, 1024), (2048, 18480, 256),
-    (8192, 7680, 256),
+    (E4M3, 1024, 7680, 256), (E4M3, 4096, 7680, 256), (E4M3, 1024, 4096, 512), (E4M3, 1024, 2048, 512),
+    (E4M3, 256, 2048, 1024), (E4M3, 2048, 18480, 256), (E4M3, 8192, 7680, 256), (BF16, 1024, 7680, 256),
+    (BF16, 1024, 4096, 512),
 )  # fmt: skip
+#: K of a tile in bytes.
 TILES = {
     "64 w8": GemmConfig(64, 256, 128, 8, 4, tma=True),
     "64 w4": GemmConfig(64, 256, 128, 4, 4, tma=True),
@@ -61,7 +63,7 @@ def _activation(y: torch.Tensor) -> torch.Tensor:
     return (torch.where(y <= -3, 0.0, torch.where(y >= 3, y, y * (y * (1 / 6) + 0.5))) * 16).to(E4M3)
 
 
-def one_kernel(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def one_kernel(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
     """GEMM, norm, activation and quantisation by the template."""
     return _activation(torch.ops.loka.gemm_block_norm(a, b.t(), s, s, 256, 1e-5, BF16, True, False)[0])
 
@@ -69,7 +71,7 @@ def one_kernel(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> torch.Tenso
 def two_kernels(splits: int) -> Callable[..., torch.Tensor]:
     """Partial sums, and a kernel of Inductor's that adds, normalises, activates and quantises."""
 
-    def fn(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def fn(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
         z = torch.ops.loka.gemm_split_k(a, b.t(), s, s, splits, True).sum(0).to(BF16).float()
         z = z.view(a.shape[0], -1, 256)
         y = (z * torch.rsqrt(z.square().mean(2, keepdim=True) + 1e-5)).to(BF16)
@@ -81,15 +83,15 @@ def two_kernels(splits: int) -> Callable[..., torch.Tensor]:
 class Shape:
     """All arms of one shape, captured as they are compiled."""
 
-    def __init__(self, m: int, k: int, n: int, log: Callable[[str], None]) -> None:
-        self.m, self.k, self.n, self.log = m, k, n, log
+    def __init__(self, kind: torch.dtype, m: int, k: int, n: int, log: Callable[[str], None]) -> None:
+        self.kind, self.m, self.k, self.n, self.log = kind, m, k, n, log
         self.graphs: Graphs = {}
         torch.manual_seed(0)
-        copies = -(-copies_past_l2(m * k + n * k + m * n) // 4) * 4
-        self.pairs = [tuple(torch.randn(r, k, device="cuda").to(E4M3) for r in (m, n)) for _ in range(copies)]
-        self.one = torch.full((), 1 / 16, device="cuda")
+        copies = -(-copies_past_l2((m * k + n * k) * kind.itemsize + m * n) // 4) * 4
+        self.pairs = [tuple(torch.randn(r, k, device="cuda").to(kind) for r in (m, n)) for _ in range(copies)]
+        self.scale = torch.full((), 1 / 16, device="cuda") if kind == E4M3 else None
         a, b = self.pairs[0]
-        product = (a.double() @ b.double().t() / 256).view(m, -1, 256)
+        product = (a.double() @ b.double().t() / (256 if kind == E4M3 else 1)).view(m, -1, 256)
         y = product * torch.rsqrt(product.square().mean(2, keepdim=True) + 1e-5)
         self.expected = F.hardswish(y).view(m, n)
 
@@ -117,7 +119,7 @@ class Shape:
             try:
                 compiled = torch.compile(lambda s, *flat: [fn(*flat[i : i + 2], s) for i in range(0, len(flat), 2)])
                 sets = [sum(self.pairs[i : i + together], ()) for i in range(0, len(self.pairs), together)]
-                calls = [lambda f=flat: compiled(self.one, *f)[0] for flat in sets]
+                calls = [lambda f=flat: compiled(self.scale, *f)[0] for flat in sets]
                 calls[0]()
             finally:
                 lowerings.config_for = known
@@ -130,12 +132,23 @@ class Shape:
 
         def make() -> tuple[list[Callable[[], Any]], int]:
             tiles = -(-self.m // config.block_m) * -(-self.n // 256)
-            room = tile_parts.room(tiles, config.block_m, 256, config.splits, self.one.device)
+            room = tile_parts.room(tiles, config.block_m, 256, config.splits, torch.device("cuda"))
             q = torch.empty(self.m, self.n, device="cuda", dtype=E4M3)
 
             def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
                 gemm_block_norm.launch(
-                    a, b, self.one, self.one, None, None, q, block=256, eps=1e-5, fast=True, config=config, room=room
+                    a,
+                    b,
+                    self.scale,
+                    self.scale,
+                    None,
+                    None,
+                    q,
+                    block=256,
+                    eps=1e-5,
+                    fast=True,
+                    config=config,
+                    room=room,
                 )
                 return q
 
@@ -143,26 +156,27 @@ class Shape:
 
         self.add(name, make)
 
+    def bare(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The library's GEMM alone."""
+        if self.scale is None:
+            return a @ b.t()
+        return torch._scaled_mm(a, b.t(), self.scale, self.scale, out_dtype=BF16, use_fast_accum=True)
+
     def compile_all(self, first: int, end: float) -> None:
         """Every arm, the twin's from the first-th on, until ``end``."""
-        m, k, n = self.m, self.k, self.n
-        self.inductor("unsplit", one_kernel, configs.config_for("gemm_block_norm", m, n, k, 1))
-        best = {name: replace(tile, splits=fitting(m, n, tile.block_m)) for name, tile in TILES.items()}
+        m, k, n, itemsize = self.m, self.k, self.n, self.kind.itemsize
+        tiles = {name: replace(tile, block_k=tile.block_k // itemsize) for name, tile in TILES.items()}
+        self.inductor("unsplit", one_kernel, configs.config_for("gemm_block_norm", m, n, k, itemsize))
+        best = {name: replace(tile, splits=fitting(m, n, tile.block_m)) for name, tile in tiles.items()}
         for name, config in best.items():
             if config.splits > 1:
                 self.inductor(f"{config.splits} parts, {name}", one_kernel, config)
-        if (splits := configs.splits_for(m, n, k, 1)) > 1:
+        if (splits := configs.splits_for(m, n, k, itemsize)) > 1:
             self.inductor(f"two kernels, {splits} parts", two_kernels(splits), None)
         name = max(best, key=lambda name: (best[name].splits > 1, name))
         self.inductor(f"x4 {best[name].splits} parts, {name}", one_kernel, best[name], together=4)
-        self.add(
-            "cuBLASLt",
-            lambda: ([
-                lambda a=a, b=b: torch._scaled_mm(a, b.t(), self.one, self.one, out_dtype=BF16, use_fast_accum=True)
-                for a, b in self.pairs
-            ], 1),
-        )  # fmt: skip
-        twins = [(f"twin {s}, {name}", replace(tile, splits=s)) for name, tile in TILES.items() for s in SPLITS]
+        self.add("cuBLASLt", lambda: ([lambda a=a, b=b: self.bare(a, b) for a, b in self.pairs], 1))
+        twins = [(f"twin {s}, {name}", replace(tile, splits=s)) for name, tile in tiles.items() for s in SPLITS]
         for i in range(len(twins)):
             if time.time() < end:
                 self.twin(*twins[(first + i) % len(twins)])
@@ -175,9 +189,8 @@ def one_shape(index: int, folder: Path, end: float) -> None:
     inductor_config.force_disable_caches = True  # the cache's key does not know the configuration
     inductor_config.compile_threads = 1
     lowerings.register()
-    m, k, n = SHAPES[index]
     lines: list[str] = []
-    shape = Shape(m, k, n, lines.append)
+    shape = Shape(*SHAPES[index], lines.append)
     shape.compile_all(3 * index, end - 15)
     (folder / f"{index}.ready").touch()
     while len(list(folder.glob("*.ready"))) < len(SHAPES) and time.time() < end - 12:
@@ -214,16 +227,16 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             process.kill()
     results: dict[str, Any] = {"versions": machine.describe(), "command": " ".join(sys.argv), "us": {}}
-    for i, (m, k, n) in enumerate(SHAPES):
-        part = folder / f"{i}.json"
+    for i, (kind, m, k, n) in enumerate(SHAPES):
+        part, name = folder / f"{i}.json", f"{str(kind).removeprefix('torch.')} M {m} K {k} N {n}"
         if not part.exists():
-            print(f"M {m} K {k} N {n}: not measured in time")
+            print(f"{name}: not measured in time")
             continue
         found = json.loads(part.read_text())
-        results["us"][f"{m}x{k}x{n}"] = found["us"]
-        print(f"M {m} K {k} N {n}", *found["log"], sep="\n")
-        for name, us in sorted(found["us"].items(), key=lambda item: (item[0].startswith("twin"), item[1])):
-            print(f"    {name:28} {us:7.2f}")
+        results["us"][name] = found["us"]
+        print(name, *found["log"], sep="\n")
+        for arm, us in sorted(found["us"].items(), key=lambda item: (item[0].startswith("twin"), item[1])):
+            print(f"    {arm:28} {us:7.2f}")
     (options.out / "split_sweep.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
