@@ -198,7 +198,9 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     assert m is not None
     assert n is not None
     assert k is not None
-    splits = configs.splits_for(m, n, k, dtype_of(product.a).itemsize)
+    itemsize = dtype_of(product.a).itemsize
+    parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast).splits
+    splits = configs.splits_for(m, n, k, itemsize) if parts == 1 else 1
     kind = "FP8" if dtype_of(product.a) in FP8 else str(dtype_of(product.a)).removeprefix("torch.")
     operands = (product.a, product.b, product.scale_a, product.scale_b)
     if splits > 1:
@@ -221,7 +223,8 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     followed = _cheapen_epilogue(graph, new_y, math.sqrt(block))
     saved = " (y and rstd kept for the backward)" if rstd is not None else ""
     added = " + residual" if residual is not None else ""
-    return f"{kind} GEMM{added} + BlockNorm({block}){followed} in one kernel{saved}"
+    cut = f", K in {parts} parts" if parts > 1 else ""
+    return f"{kind} GEMM{added} + BlockNorm({block}){followed} in one kernel{cut}{saved}"
 
 
 def _split(graph: fx.Graph, product: Product, operands: tuple[fx.Node | None, ...], splits: int) -> None:
