@@ -5,7 +5,7 @@
 Through Inductor, as in a model: without a cut ("unsplit", the shipped configuration), cut with the parts added up by a
 second kernel ("two kernels", loka::gemm_split_k), and cut with the parts added up inside the launch, by parts and tile;
 the zeros that the programs count with are filled once a call, and once for four GEMMs ("x4"). Then the hand-written
-twin in all combinations, its zeros reused, and cuBLASLt's bare GEMM. Medians of CUDA-graph replays, arms of a shape
+twin, its zeros reused, and cuBLASLt's bare GEMM. Medians of CUDA-graph replays, arms of a shape
 interleaved, inputs rotated past the L2. Each shape compiles in a process of its own, all at once, and measures alone.
 """
 
@@ -38,16 +38,21 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 #: Operands' dtype, M, K, N.
 SHAPES = (
     (E4M3, 1024, 7680, 256), (E4M3, 4096, 7680, 256), (E4M3, 1024, 4096, 512), (E4M3, 1024, 2048, 512),
-    (E4M3, 256, 2048, 1024), (E4M3, 2048, 18480, 256), (E4M3, 8192, 7680, 256), (BF16, 1024, 7680, 256),
+    (E4M3, 256, 2048, 1024), (E4M3, 2048, 18480, 256), (E4M3, 8192, 7680, 256), (E4M3, 512, 2048, 512),
+    (E4M3, 2048, 2048, 256), (E4M3, 4096, 4096, 256), (E4M3, 4096, 18480, 256), (BF16, 1024, 7680, 256),
     (BF16, 1024, 4096, 512),
 )  # fmt: skip
-#: K of a tile in bytes.
+#: Rows, columns and bytes of K of a tile, warps, stages.
 TILES = {
     "64 w8": GemmConfig(64, 256, 128, 8, 4, tma=True),
     "64 w4": GemmConfig(64, 256, 128, 4, 4, tma=True),
+    "64 w4 s5": GemmConfig(64, 256, 128, 4, 5, tma=True),
     "128 w8": GemmConfig(128, 256, 128, 8, 3, tma=True),
+    "128 w8 s4": GemmConfig(128, 256, 128, 8, 4, tma=True),
 }
 SPLITS = (1, 2, 4, 8, 16)
+#: The tiles that are measured through Inductor as well.
+COMPILED = ("64 w4", "128 w8")
 SMS = 132
 
 Graphs = dict[str, tuple[torch.cuda.CUDAGraph, int]]
@@ -86,6 +91,7 @@ class Shape:
     def __init__(self, kind: torch.dtype, m: int, k: int, n: int, log: Callable[[str], None]) -> None:
         self.kind, self.m, self.k, self.n, self.log = kind, m, k, n, log
         self.graphs: Graphs = {}
+        self.kept: list[Any] = []  # what graphs read and write lives as long as they do
         torch.manual_seed(0)
         copies = -(-copies_past_l2((m * k + n * k) * kind.itemsize + m * n) // 4) * 4
         self.pairs = [tuple(torch.randn(r, k, device="cuda").to(kind) for r in (m, n)) for _ in range(copies)]
@@ -104,6 +110,7 @@ class Shape:
             error = ((found.double() / 16 - self.expected).norm() / self.expected.norm()).item()
             if not error < 0.04 and name != "cuBLASLt":
                 raise AssertionError(f"error {error:.3g}")
+            self.kept.append(calls)
             self.graphs[name] = (capture(calls, warmup=1), len(calls) * each)
         except Exception as error:
             self.log(f"    {name}: {type(error).__name__}: {str(error)[:300]}")
@@ -167,16 +174,17 @@ class Shape:
         m, k, n, itemsize = self.m, self.k, self.n, self.kind.itemsize
         tiles = {name: replace(tile, block_k=tile.block_k // itemsize) for name, tile in TILES.items()}
         self.inductor("unsplit", one_kernel, configs.config_for("gemm_block_norm", m, n, k, itemsize))
-        best = {name: replace(tile, splits=fitting(m, n, tile.block_m)) for name, tile in tiles.items()}
-        for name, config in best.items():
-            if config.splits > 1:
-                self.inductor(f"{config.splits} parts, {name}", one_kernel, config)
+        fit = {name: fitting(m, n, tile.block_m) for name, tile in tiles.items()}
+        cuts = [(name, splits) for name in tiles for splits in (fit[name], fit[name] // 2) if splits > 1]
+        for name, splits in cuts:
+            if name in COMPILED:
+                self.inductor(f"{splits} parts, {name}", one_kernel, replace(tiles[name], splits=splits))
         if (splits := configs.splits_for(m, n, k, itemsize)) > 1:
             self.inductor(f"two kernels, {splits} parts", two_kernels(splits), None)
-        name = max(best, key=lambda name: (best[name].splits > 1, name))
-        self.inductor(f"x4 {best[name].splits} parts, {name}", one_kernel, best[name], together=4)
+        name, splits = next(cut for cut in cuts if cut[0] in COMPILED)
+        self.inductor(f"x4 {splits} parts, {name}", one_kernel, replace(tiles[name], splits=splits), together=4)
         self.add("cuBLASLt", lambda: ([lambda a=a, b=b: self.bare(a, b) for a, b in self.pairs], 1))
-        twins = [(f"twin {s}, {name}", replace(tile, splits=s)) for name, tile in tiles.items() for s in SPLITS]
+        twins = [(f"twin {splits}, {name}", replace(tiles[name], splits=splits)) for name, splits in cuts]
         for i in range(len(twins)):
             if time.time() < end:
                 self.twin(*twins[(first + i) % len(twins)])

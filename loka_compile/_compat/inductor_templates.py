@@ -17,7 +17,7 @@ def template(name: str, source: str, grid: str) -> Any:
     """The Triton template of that name, made once per process.
 
     ``grid`` is "tiles" (a program for each BLOCK_M x BLOCK_N tile), "persistent" (NUM_SMS programs at most) or "split"
-    (SPLITS programs a tile, NUM_SMS at most, in whole groups).
+    (SPLITS programs a tile, NUM_SMS at most, in whole groups) or "one" (a single program).
     """
     from torch._inductor.kernel.mm_common import mm_grid, persistent_mm_grid
     from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
@@ -26,10 +26,14 @@ def template(name: str, source: str, grid: str) -> Any:
         tiles = cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])
         return min(meta["NUM_SMS"] // meta["SPLITS"], tiles) * meta["SPLITS"], 1, 1
 
+    def one(*size_and_meta: Any) -> tuple[int, int, int]:
+        return 1, 1, 1
+
     existing = TritonTemplate.all_templates.get(name)
     if existing is not None:
         return existing
-    grids = {"tiles": mm_grid, "persistent": persistent_mm_grid, "split": SymbolicGridFn(split_grid)}
+    ours = {"split": SymbolicGridFn(split_grid), "one": SymbolicGridFn(one)}
+    grids = {"tiles": mm_grid, "persistent": persistent_mm_grid, **ours}
     return TritonTemplate(name=name, grid=grids[grid], source=source)
 
 
@@ -77,22 +81,18 @@ def empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
     return buffer
 
 
-#: The zeros of a graph that is being lowered, by what they are asked for.
-_zeros: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+#: What was made once for a graph that is being lowered.
+_of_graph: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def zeros_of_graph(size: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """A buffer that is filled with zeros once in a run of the graph that is being lowered. Templates may write it, if
-    the next one finds what it needs."""
-    from torch._inductor.lowering import lowerings
+def once_a_graph(key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, made once for the graph that is being lowered."""
     from torch._inductor.virtualized import V
 
-    made = _zeros.setdefault(V.graph, {})
-    if (size, dtype, device) not in made:
-        (made[size, dtype, device],) = realized(
-            lowerings[torch.ops.aten.full.default]([size], 0, dtype=dtype, device=device)
-        )
-    return made[size, dtype, device]
+    made = _of_graph.setdefault(V.graph, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:

@@ -43,8 +43,8 @@ class Caught(Exception):
     """The code is there; it need not run."""
 
 
-def template_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """The generated kernel as an interpreted function, and how many programs Inductor launches."""
+def kernels_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """The generated kernels as interpreted functions, and how many programs of each Inductor launches, in order."""
     codes: list[str] = []
 
     def catch(code: str) -> None:
@@ -59,11 +59,13 @@ def template_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> tuple
         pytest.raises(Exception, match="Caught"),
     ):
         torch.compile(layer)(*args)
-    (kernel,) = re.findall(r"async_compile\.triton\('(triton_tem_\w+)', '''(.*?)'''", codes[0], re.S)
-    (launch,) = re.findall(rf"{kernel[0]}\.run\((.*)\)", codes[0])
-    source = re.sub(r"@triton_heuristics\.template\(.*?\n\)\n", "", kernel[1], flags=re.S)
-    source = source.replace("while waiting:", "while False:")
-    return getattr(PyCodeCache.load(source), kernel[0]), int(launch.split(", ")[-4])
+    kernels = dict(re.findall(r"async_compile\.triton\('(triton_tem_\w+)', '''(.*?)'''", codes[0], re.S))
+    found = []
+    for name, launch in re.findall(r"(triton_tem_\w+)\.run\((.*)\)", codes[0]):
+        source = re.sub(r"@triton_heuristics\.template\(.*?\n\)\n", "", kernels[name], flags=re.S)
+        source = source.replace("while waiting:", "while False:")
+        found.append((getattr(PyCodeCache.load(source), name), int(launch.split(", ")[-4])))
+    return found
 
 
 @pytest.mark.parametrize("tma", [False, True])
@@ -79,14 +81,17 @@ def test_template(m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: p
     config = GemmConfig(16, 256, 16, 4, 2, tma=tma, persistent=tma, splits=splits)
     monkeypatch.setattr(lowerings, "config_for", lambda *_: config)
     a, b, residual, scale = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5, torch.full((1,), 0.5)
-    kernel, programs = template_of((a, b.t(), scale, residual), monkeypatch)
+    *zeros, (kernel, programs) = kernels_of((a, b.t(), scale, residual), monkeypatch)
     tiles = -(-m // 16) * -(-n // 256)
     assert programs == min(tiles, 16 // splits if splits > 1 or tma else tiles) * splits
     out = {"RSTD": torch.full((m, -(-n // 256)), torch.nan), "out_ptr0": torch.full((m, n), torch.nan)}
     out["out_ptr1"] = torch.full((m, n), torch.nan)
     given = {"A": a, "B": b, "SA": scale, "SB": scale, "R": residual, **out}
     given["PARTS"] = torch.full((tiles * splits * 16 * 256,), torch.nan)
-    given["COUNTERS"] = torch.zeros(16, dtype=torch.int32)
+    given["COUNTERS"] = torch.full((16,), -1, dtype=torch.int32)
+    for fill, one in zeros:
+        assert one == 1
+        fill[(1,)](a, given["COUNTERS"])
     for _ in range(1 if splits == 1 else 2):
         kernel[(programs,)](*(given[name.removeprefix("arg_")] for name in kernel.arg_names))
     expected, expected_rstd = ref.block_norm(0.25 * a.double() @ b.double().t() + residual.double(), 256, 1e-5)
@@ -94,4 +99,8 @@ def test_template(m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: p
     found = sorted((out["out_ptr0"], out["out_ptr1"]), key=lambda t: t.min().item())
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(found[1].double(), F.hardswish(expected), rtol=1e-4, atol=2e-5)
-    assert not (given["COUNTERS"] % 16).any()
+    assert len(zeros) == (splits > 1)
+    if splits > 1:
+        turns = given["COUNTERS"] // 2  # of two launches
+        tiles_of = [len(range(group, tiles, programs // splits)) for group in range(16 // splits)]
+        assert turns.tolist()[: len(tiles_of)] == [16 * count for count in tiles_of]

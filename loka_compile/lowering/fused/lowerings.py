@@ -41,7 +41,7 @@ def lower_gemm_block_norm(
         "gemm_block_norm", inductor.size_of(m, fallback=4096), columns, inductor.size_of(k, fallback=2048),
         a.get_dtype().itemsize, fast,
     ).fitting(a.get_dtype().itemsize, out_dtype.itemsize, inductor.shared_memory(device))  # fmt: skip
-    sms = inductor.multiprocessors(device)
+    sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
     splits = config.splits if config.splits <= sms else 1
     options = template_options(replace(config, splits=splits), block, columns)
     aligned = config.tma and _by_tma(a, 1) and _by_tma(b, 0)
@@ -51,8 +51,7 @@ def lower_gemm_block_norm(
     if splits > 1:
         tiles = ops.blocks_of(m, options["BLOCK_M"]) * ops.blocks_of(n, options["BLOCK_N"])
         parts = inductor.empty([tiles * splits * options["BLOCK_M"] * options["BLOCK_N"]], torch.float32, device)
-        written += [parts, inductor.zeros_of_graph(sms, torch.int32, device)]
-    early = inductor.launches_early(device)
+        written += [parts, inductor.once_a_graph(("zeros", device), lambda: _zeros(a, sms, early))]
     y = inductor.render(
         inductor.template(f"loka_gemm_block_norm_{name}", source, grid), "loka_gemm_block_norm",
         [a, b, *scales, *added, *written], inductor.output_layout(device, out_dtype, [m, n]),
@@ -61,6 +60,19 @@ def lower_gemm_block_norm(
         EVEN_K=inductor.multiple_of(k, options["BLOCK_K"]), ACC_TYPE="tl.float32", **options,
     )  # fmt: skip
     return y, rstd
+
+
+def _zeros(a: Any, size: int, early: bool) -> Any:
+    """int32 [size], filled behind whoever writes ``a``."""
+    made = inductor.template("loka_zeros", template.ZEROS, "one")
+    layout = inductor.output_layout(a.get_device(), torch.int32, [size])
+    options = {"SIZE": size, "ROUNDED": 1 << (size - 1).bit_length(), "ACC_TYPE": "tl.int32"}
+    (zeros,) = inductor.realized(
+        inductor.render(
+            made, "loka_zeros", [a], layout, launch_early=early, PDL=early, num_warps=4, num_stages=1, **options
+        )
+    )
+    return zeros
 
 
 def _template(aligned: bool, persistent: bool, splits: int) -> tuple[str, str, str]:

@@ -190,3 +190,18 @@ SPLIT_TMA = (
     + "        "
     + _STORE % 8
 )
+
+#: Zeros for what the programs of a tile count with. It reads nothing of A; it is launched behind whoever writes A, so
+#: that the GEMM, whose launch it overlaps, does not wait for it twice.
+ZEROS = (
+    """\
+{{def_kernel("A")}}
+"""
+    + _WAIT
+    + """\
+    at = tl.arange(0, ROUNDED)
+    zeros = tl.zeros((ROUNDED,), dtype=tl.int32)
+    mask = at < SIZE
+    {{store_output(("at",), "zeros", "mask", indent_width=4, val_shape=("ROUNDED",))}}
+"""
+)
