@@ -24,6 +24,7 @@ from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.grouped_gemm import grouped_gemm
 from loka_compile.kernels.split_k import gemm_split_k
+from loka_compile.kernels.tile_parts import TURN, room
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
 TMA = GemmConfig(block_m=16, block_k=16, tma=True)
@@ -160,6 +161,26 @@ def test_extreme_magnitudes_stay_finite(magnitude: float) -> None:
     expected, _ = ref.gemm_block_norm_ref(a.double(), b.double().t(), None, None, 256, 1e-5, torch.float64)
     assert rstd.isfinite().all()
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [(1, 384, 208, 4), (199, 384, 100, 2), (37, 256, 479, 8), (20, 100, 13, 2), (3, 3456, 64, 16)],
+)
+def test_parts_of_a_tile_added_up_in_the_launch(m: int, n: int, k: int, splits: int, tma: bool) -> None:
+    a, b, residual, scale = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5, torch.tensor(0.5)
+    config = GemmConfig(block_m=16, block_k=16, tma=tma, splits=splits)
+    tiles = -(-m // 16) * -(-n // 256)
+    parts, counters = room(tiles, 16, 256, splits, a.device)
+    more: dict[str, Any] = {"scales": (scale, scale), "residual": residual, "room": (parts.fill_(torch.nan), counters)}
+    y, rstd = run(a, b, config, **more)
+    expected, expected_rstd = ref.block_norm(0.25 * a.double() @ b.double().t() + residual.double(), 256, 1e-5)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=1e-6)
+    assert not (counters % TURN.value).any()  # the next launch begins as this one did
+    again, _ = run(a, b, config, **more)
+    assert torch.equal(again, y)
 
 
 @pytest.mark.parametrize("tma", [False, True])

@@ -43,6 +43,16 @@ def test_gemms_use_fp8_tensor_cores(compiled: dict[str, Any]) -> None:
     assert not compiled["gemms"]["blockwise_128x128 1x1x13"][0]["tma"]
 
 
+def test_programs_that_share_a_tile_fit(compiled: dict[str, Any]) -> None:
+    assert len(compiled["in parts"]) == 3
+    for case, (kernel,) in compiled["in parts"].items():
+        assert all(op.endswith(".f32.e4m3.e4m3") for op in kernel["mma"]), case
+        assert kernel["mma"], case
+        assert kernel["tma"], case
+        assert kernel["stack"] == 0, case
+        assert kernel["shared"] <= SHARED, case
+
+
 def test_gemms_in_one_launch_spill_nothing(compiled: dict[str, Any]) -> None:
     assert len(compiled["grouped"]) == 3
     for case, (kernel,) in compiled["grouped"].items():
