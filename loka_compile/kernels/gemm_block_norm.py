@@ -182,7 +182,8 @@ def launch(
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
     scaling = scaling_of(scale_a, scale_b, m, n)
     halves = config.halves and scaling.rows_b == 128 and block_n == 256
-    splits = 1 if activation or scaling.in_blocks or q_scales is not None else config.splits
+    plain = not scaling.in_blocks and not activation and kept is None and q_scales is None
+    splits = config.splits if plain else 1
     tma = config.tma and can_use_tma(a, b)
     block_k = BLOCK if scaling.in_blocks else config.block_k
     args: list[Any] = [a, b]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter must be chosen before the first kernel is defined", allow_module_level=True)
 
+from loka_compile.kernels import gemm_block_norm
 from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
@@ -152,6 +153,28 @@ def test_1x128_blocks_of_zeros_and_nan() -> None:
     assert not q[1].any()
     torch.testing.assert_close(scales[:, 1], torch.full((2,), 1e-12 / 448))
     assert scales.isnan().nonzero().tolist() == [[0, 3], [1, 3]]
+
+
+@pytest.mark.parametrize("case", ["blocks", "activation", "kept", "quantised"])
+def test_what_is_never_split(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_block_norm, "_split_kernel", None)
+    (a, b, sa, sb), product = in_blocks(17, 384, 256, 128)
+    product = product if case == "blocks" else a.double() @ b.double().t()
+    expected, _ = ref.block_norm(product, 256, 1e-5)
+    q, q_scales, kept = torch.empty(17, 384), torch.empty(3, 17), torch.empty(17, 384)
+    more: dict[str, Any] = {
+        "blocks": {"scales": (sa, sb)}, "activation": {"activation": "hardswish"}, "kept": {"kept": kept}, "quantised": {}
+    }[case]  # fmt: skip
+    config = GemmConfig(block_m=16, block_k=16, splits=4)
+    if case == "quantised":
+        launch(
+            a, b, None, None, None, None, q, block=256, eps=1e-5, fast=True, config=config, q_scales=q_scales
+        )
+        y = (q.unflatten(1, (3, 128)) * q_scales.t().unsqueeze(2)).flatten(1)
+    else:
+        y, _ = run(a, b, config, **more)
+    expected = F.hardswish(expected) if case == "activation" else expected
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e15])

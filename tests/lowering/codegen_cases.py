@@ -138,6 +138,13 @@ SPLIT: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
     "split, dynamic batch": (inference, 256, 512, 2048, True, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=2)),
     "split twice": (twice, 256, 256, 4096, None, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=8)),
 }
+_SPLITS = GemmConfig(64, 256, 128, 8, 4, tma=True, splits=8)
+#: Cases whose configuration asks for parts where none are made.
+WHOLE: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
+    "block scales, not split": (in_blocks, 256, 512, 2048, None, _SPLITS),
+    "SwishNorm, not split": (activated("swish_norm", True, True, True), 256, 512, 2048, None, _SPLITS),
+    "HardSwish, not split": (activated("hardswish", False, True, True), 256, 512, 2048, None, _SPLITS),
+}
 #: Cases whose template is also compiled for an sm_90, to see what it takes.
 COMPILED = {"training", *SPLIT, *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish")))}
 
@@ -173,7 +180,7 @@ def main() -> None:
     GraphLowering.save_output_code = staticmethod(codes.append)  # type: ignore[assignment, method-assign]
     found = {}
     shipped = lowerings.config_for
-    for name, (fn, m, n, k, dynamic, *config) in {**CASES, **SPLIT}.items():
+    for name, (fn, m, n, k, dynamic, *config) in {**CASES, **SPLIT, **WHOLE}.items():
         lowerings.config_for = (lambda *_, c=config[0]: c) if config else shipped
         torch._dynamo.reset()
         codes.clear()
@@ -187,6 +194,7 @@ def main() -> None:
             "kernels": sorted(set(re.findall(r"def (triton_\w+)\(", codes[-1]))),
             "descriptors": codes[-1].count("tl.make_tensor_descriptor("),
             "stores": codes[-1].count("tl.store("),
+            "counters": codes[-1].count("COUNTERS"),
             "launches": codes[-1].count(".run("),
             "shared": shared_memory(codes[-1]) if name in COMPILED else None,
         }

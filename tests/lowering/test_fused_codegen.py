@@ -82,6 +82,17 @@ def test_a_gemm_in_parts_is_one_kernel_behind_zeros_that_a_graph_fills_once(
     assert (generated[case]["descriptors"] > 0) == (case in ("split", "split twice"))
 
 
+@pytest.mark.parametrize(
+    ("case", "launches"), [("block scales, not split", 3), ("SwishNorm, not split", 1), ("HardSwish, not split", 1)]
+)
+def test_scales_in_blocks_and_activations_in_the_body_are_not_split(
+    generated: dict[str, Any], case: str, launches: int
+) -> None:
+    assert generated[case]["launches"] == launches
+    assert generated[case]["counters"] == 0
+    assert generated["split"]["counters"] > 0
+
+
 def test_the_template_computes_the_same_in_the_interpreter() -> None:
     cases = Path(__file__).with_name("interpreted_template.py")
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
