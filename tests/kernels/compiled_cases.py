@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
-    block_norm_backward_fp8, device, grad_input_fp8, grid_barrier, grouped_gemm, quantize, scaled_gemm, weights
+    block_norm_backward_fp8, device, gemm_block_norm, grad_input_fp8, grid_barrier, grouped_gemm, quantize, scaled_gemm
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
@@ -49,7 +49,7 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, grad_input_fp8, grouped_gemm, quantize, scaled_gemm, weights):
+    for module in (block_norm_backward_fp8, gemm_block_norm, grad_input_fp8, grouped_gemm, quantize, scaled_gemm):
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -110,6 +110,18 @@ def grouped(found: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def in_parts(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    for block_m, warps, stages, splits in [(64, 8, 4, 8), (64, 4, 4, 2), (128, 8, 3, 16)]:
+        found.clear()
+        a, b, out = torch.empty(1024, 7680, dtype=FP8), torch.empty(256, 7680, dtype=FP8), torch.empty(1024, 256, dtype=FP8)
+        config = GemmConfig(block_m, 256, 128, warps, stages, tma=True, splits=splits)
+        one, options = torch.empty(()), {"block": 256, "eps": 1e-5, "fast": True}
+        gemm_block_norm.launch(a, b, one, one, None, None, out, config=config, **options)
+        results[f"{block_m} {splits}"] = list(found)
+    return results
+
+
 def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     # As on the GPU, though the tensors are here.
@@ -143,10 +155,6 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
         hardswish=True, dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
     )  # fmt: skip
     results["grad_input"] = list(found)
-    found.clear()
-    model = [torch.empty(512, 512, dtype=torch.bfloat16) for _ in range(4)] + [torch.empty(4096, 512, dtype=torch.bfloat16)]
-    weights.quantize_weights(model, torch.empty(grid_barrier.STATE, dtype=torch.int32), FP8, [True] * 5)
-    results["weights"] = list(found)
     return results
 
 
@@ -154,4 +162,4 @@ if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
     json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted),
-               "grouped": grouped(noted)}, sys.stdout)
+               "grouped": grouped(noted), "in parts": in_parts(noted)}, sys.stdout)
