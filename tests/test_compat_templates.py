@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import sympy
 import torch
 
 from loka_compile._compat import inductor_templates
@@ -33,6 +34,7 @@ def test_lowering_helpers_exist() -> None:
     assert isinstance(lowerings, dict)
     assert callable(realize_inputs)
     assert callable(empty_strided)
+    assert torch.ops.aten.full.default in lowerings
     assert list(inspect.signature(FixedLayout).parameters)[:3] == ["device", "dtype", "size"]
     for method in ("optimization_hint", "statically_known_multiple_of", "statically_known_equals"):
         assert callable(getattr(SizeVarAllocator, method))
@@ -42,11 +44,25 @@ def test_a_template_is_made_once() -> None:
     from torch._inductor.select_algorithm import TritonTemplate
 
     source = "{{def_kernel('A')}}\n    pass\n"
-    first = inductor_templates.template("loka_test_template", source, persistent=False)
+    first = inductor_templates.template("loka_test_template", source, "tiles")
     try:
-        assert inductor_templates.template("loka_test_template", source, persistent=False) is first
+        assert inductor_templates.template("loka_test_template", source, "tiles") is first
     finally:
         del TritonTemplate.all_templates["loka_test_template"]
+
+
+def test_programs_that_share_a_tile_come_in_whole_groups() -> None:
+    from torch._inductor.select_algorithm import TritonTemplate
+
+    name = "loka_test_split"
+    grid = inductor_templates.template(name, "{{def_kernel('A')}}\n    pass\n", "split").grid
+    del TritonTemplate.all_templates[name]
+    sizes = {"BLOCK_M": 64, "BLOCK_N": 256, "SPLITS": 8, "NUM_SMS": 132}
+    assert grid(1024, 256, sizes) == (128, 1, 1)
+    assert grid(1, 384, sizes) == (16, 1, 1)
+    assert grid(4096, 512, sizes) == (128, 1, 1)
+    m = sympy.Symbol("m", positive=True, integer=True)
+    assert grid.sympy_call(m, 256, sizes)[0].subs(m, 129) == 24
 
 
 def test_a_lowering_is_not_registered_over_another() -> None:

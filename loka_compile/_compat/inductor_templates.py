@@ -6,21 +6,35 @@ source); a single choice needs no ``autotune_select_algorithm``, whose result ch
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-def template(name: str, source: str, *, persistent: bool) -> Any:
-    """The Triton template of that name, made once per process."""
+def template(name: str, source: str, grid: str) -> Any:
+    """The Triton template of that name, made once per process.
+
+    ``grid`` is "tiles" (a program for each BLOCK_M x BLOCK_N tile), "persistent" (NUM_SMS programs at most) or "split"
+    (SPLITS programs a tile, NUM_SMS at most, in whole groups) or "one" (a single program).
+    """
     from torch._inductor.kernel.mm_common import mm_grid, persistent_mm_grid
-    from torch._inductor.select_algorithm import TritonTemplate
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
+
+    def split_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:
+        tiles = cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])
+        return min(meta["NUM_SMS"] // meta["SPLITS"], tiles) * meta["SPLITS"], 1, 1
+
+    def one(*size_and_meta: Any) -> tuple[int, int, int]:
+        return 1, 1, 1
 
     existing = TritonTemplate.all_templates.get(name)
     if existing is not None:
         return existing
-    return TritonTemplate(name=name, grid=persistent_mm_grid if persistent else mm_grid, source=source)
+    ours = {"split": SymbolicGridFn(split_grid), "one": SymbolicGridFn(one)}
+    grids = {"tiles": mm_grid, "persistent": persistent_mm_grid, **ours}
+    return TritonTemplate(name=name, grid=grids[grid], source=source)
 
 
 def render(
@@ -65,6 +79,20 @@ def empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
     buffer = empty_strided(list(size), None, dtype=dtype, device=device)
     buffer.realize()
     return buffer
+
+
+#: What was made once for a graph that is being lowered.
+_of_graph: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def once_a_graph(key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, made once for the graph that is being lowered."""
+    from torch._inductor.virtualized import V
+
+    made = _of_graph.setdefault(V.graph, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:

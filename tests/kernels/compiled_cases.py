@@ -110,6 +110,18 @@ def grouped(found: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def in_parts(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = {}
+    for block_m, warps, stages, splits in [(64, 8, 4, 8), (64, 4, 4, 2), (128, 8, 3, 16)]:
+        found.clear()
+        a, b, out = torch.empty(1024, 7680, dtype=FP8), torch.empty(256, 7680, dtype=FP8), torch.empty(1024, 256, dtype=FP8)
+        config = GemmConfig(block_m, 256, 128, warps, stages, tma=True, splits=splits)
+        one, options = torch.empty(()), {"block": 256, "eps": 1e-5, "fast": True}
+        gemm_block_norm.launch(a, b, one, one, None, None, out, config=config, **options)
+        results[f"{block_m} {splits}"] = list(found)
+    return results
+
+
 def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     # As on the GPU, though the tensors are here.
@@ -175,4 +187,4 @@ if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
     json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted),
-               "grouped": grouped(noted), "fused": fused(noted)}, sys.stdout)
+               "grouped": grouped(noted), "in parts": in_parts(noted), "fused": fused(noted)}, sys.stdout)

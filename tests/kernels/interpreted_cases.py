@@ -14,6 +14,7 @@ import torch.nn.functional as F
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter must be chosen before the first kernel is defined", allow_module_level=True)
 
+from loka_compile.kernels import gemm_block_norm
 from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
@@ -24,6 +25,7 @@ from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.grouped_gemm import grouped_gemm
 from loka_compile.kernels.split_k import gemm_split_k
+from loka_compile.kernels.tile_parts import TURN, room
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
 TMA = GemmConfig(block_m=16, block_k=16, tma=True)
@@ -153,6 +155,28 @@ def test_1x128_blocks_of_zeros_and_nan() -> None:
     assert scales.isnan().nonzero().tolist() == [[0, 3], [1, 3]]
 
 
+@pytest.mark.parametrize("case", ["blocks", "activation", "kept", "quantised"])
+def test_what_is_never_split(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_block_norm, "_split_kernel", None)
+    (a, b, sa, sb), product = in_blocks(17, 384, 256, 128)
+    product = product if case == "blocks" else a.double() @ b.double().t()
+    expected, _ = ref.block_norm(product, 256, 1e-5)
+    q, q_scales, kept = torch.empty(17, 384), torch.empty(3, 17), torch.empty(17, 384)
+    more: dict[str, Any] = {
+        "blocks": {"scales": (sa, sb)}, "activation": {"activation": "hardswish"}, "kept": {"kept": kept}, "quantised": {}
+    }[case]  # fmt: skip
+    config = GemmConfig(block_m=16, block_k=16, splits=4)
+    if case == "quantised":
+        launch(
+            a, b, None, None, None, None, q, block=256, eps=1e-5, fast=True, config=config, q_scales=q_scales
+        )
+        y = (q.unflatten(1, (3, 128)) * q_scales.t().unsqueeze(2)).flatten(1)
+    else:
+        y, _ = run(a, b, config, **more)
+    expected = F.hardswish(expected) if case == "activation" else expected
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e15])
 def test_extreme_magnitudes_stay_finite(magnitude: float) -> None:
     a, b = torch.randn(5, 16) * magnitude, torch.randn(384, 16)
@@ -160,6 +184,26 @@ def test_extreme_magnitudes_stay_finite(magnitude: float) -> None:
     expected, _ = ref.gemm_block_norm_ref(a.double(), b.double().t(), None, None, 256, 1e-5, torch.float64)
     assert rstd.isfinite().all()
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [(1, 384, 208, 4), (199, 384, 100, 2), (37, 256, 479, 8), (20, 100, 13, 2), (3, 3456, 64, 16)],
+)
+def test_parts_of_a_tile_added_up_in_the_launch(m: int, n: int, k: int, splits: int, tma: bool) -> None:
+    a, b, residual, scale = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5, torch.tensor(0.5)
+    config = GemmConfig(block_m=16, block_k=16, tma=tma, splits=splits)
+    tiles = -(-m // 16) * -(-n // 256)
+    parts, counters = room(tiles, 16, 256, splits, a.device)
+    more: dict[str, Any] = {"scales": (scale, scale), "residual": residual, "room": (parts.fill_(torch.nan), counters)}
+    y, rstd = run(a, b, config, **more)
+    expected, expected_rstd = ref.block_norm(0.25 * a.double() @ b.double().t() + residual.double(), 256, 1e-5)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(rstd.double(), expected_rstd, rtol=1e-4, atol=1e-6)
+    assert not (counters % TURN.value).any()  # the next launch begins as this one did
+    again, _ = run(a, b, config, **more)
+    assert torch.equal(again, y)
 
 
 @pytest.mark.parametrize("tma", [False, True])

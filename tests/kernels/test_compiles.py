@@ -43,6 +43,16 @@ def test_gemms_use_fp8_tensor_cores(compiled: dict[str, Any]) -> None:
     assert not compiled["gemms"]["blockwise_128x128 1x1x13"][0]["tma"]
 
 
+def test_programs_that_share_a_tile_fit(compiled: dict[str, Any]) -> None:
+    assert len(compiled["in parts"]) == 3
+    for case, (kernel,) in compiled["in parts"].items():
+        assert all(op.endswith(".f32.e4m3.e4m3") for op in kernel["mma"]), case
+        assert kernel["mma"], case
+        assert kernel["tma"], case
+        assert kernel["stack"] == 0, case
+        assert kernel["shared"] <= SHARED, case
+
+
 def test_gemms_in_one_launch_spill_nothing(compiled: dict[str, Any]) -> None:
     assert len(compiled["grouped"]) == 3
     for case, (kernel,) in compiled["grouped"].items():
@@ -81,7 +91,7 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
 
 
 def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:
-    """A cooperative launch fails unless a program fits a multiprocessor; hardly anything may be spilt."""
+    """A cooperative launch fails unless they fit; hardly anything may be spilt."""
     assert len(compiled["meeting"]) == 7
     for case, (kernel,) in compiled["meeting"].items():
         # Few registers where a tile is held in 16 bits; an odd batch writes its transposes byte by byte.

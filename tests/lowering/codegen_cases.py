@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from loka_compile._compat import inductor_templates
+from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused import lowerings
 
 
@@ -98,6 +99,12 @@ def activated(
     return fn
 
 
+def twice(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, False)
+    z, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-3, torch.bfloat16, True, False)
+    return y, z
+
+
 CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "inference": (inference, 4096, 1024, 1024, None),
     "training": (training, 4096, 1024, 1024, None),
@@ -124,14 +131,28 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "SwishNorm, fp32 kept": (activated("swish_norm", False, True, True, torch.float32), 4096, 1024, 1024, None),
     "HardSwish, FP8 and y": (activated("hardswish", False, True, True), 4096, 1024, 1024, None),
 }
+#: Cases whose contraction is cut: the shape, and the configuration that stands for the shipped one.
+SPLIT: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
+    "split": (training, 1024, 256, 7680, None, GemmConfig(64, 256, 128, 8, 4, tma=True, splits=8)),
+    "split, unaligned": (training, 199, 384, 479, None, GemmConfig(64, 256, 64, 4, 4, tma=True, splits=4)),
+    "split, dynamic batch": (inference, 256, 512, 2048, True, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=2)),
+    "split twice": (twice, 256, 256, 4096, None, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=8)),
+}
+_SPLITS = GemmConfig(64, 256, 128, 8, 4, tma=True, splits=8)
+#: Cases whose configuration asks for parts where none are made.
+WHOLE: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
+    "block scales, not split": (in_blocks, 256, 512, 2048, None, _SPLITS),
+    "SwishNorm, not split": (activated("swish_norm", True, True, True), 256, 512, 2048, None, _SPLITS),
+    "HardSwish, not split": (activated("hardswish", False, True, True), 256, 512, 2048, None, _SPLITS),
+}
 #: Cases whose template is also compiled for an sm_90, to see what it takes.
-COMPILED = {"training", *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish")))}
+COMPILED = {"training", *SPLIT, *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish")))}
 
 
 def shared_memory(code: str) -> int:
     """Bytes of shared memory per program of the template in Inductor's code, compiled by Triton for an sm_90."""
     for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
-        if "triton_tem" not in name:
+        if not name.startswith("triton_tem_") or "tl.dot(" not in source:
             continue
         made = getattr(PyCodeCache.load(source), name)
         (config,) = made.configs
@@ -158,7 +179,9 @@ def main() -> None:
     codes: list[str] = []
     GraphLowering.save_output_code = staticmethod(codes.append)  # type: ignore[assignment, method-assign]
     found = {}
-    for name, (fn, m, n, k, dynamic) in CASES.items():
+    shipped = lowerings.config_for
+    for name, (fn, m, n, k, dynamic, *config) in {**CASES, **SPLIT, **WHOLE}.items():
+        lowerings.config_for = (lambda *_, c=config[0]: c) if config else shipped
         torch._dynamo.reset()
         codes.clear()
         a, b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3).t()
@@ -171,6 +194,7 @@ def main() -> None:
             "kernels": sorted(set(re.findall(r"def (triton_\w+)\(", codes[-1]))),
             "descriptors": codes[-1].count("tl.make_tensor_descriptor("),
             "stores": codes[-1].count("tl.store("),
+            "counters": codes[-1].count("COUNTERS"),
             "launches": codes[-1].count(".run("),
             "shared": shared_memory(codes[-1]) if name in COMPILED else None,
         }

@@ -68,8 +68,45 @@ def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
+    ("case", "stores"),
+    [("split", 5), ("split, unaligned", 5), ("split, dynamic batch", 3), ("split twice", 5)],
+)
+def test_a_gemm_in_parts_is_one_kernel_behind_zeros_that_a_graph_fills_once(
+    generated: dict[str, Any], case: str, stores: int
+) -> None:
+    kernels = generated[case]["kernels"]
+    assert len(kernels) == generated[case]["launches"] == (3 if case == "split twice" else 2)
+    assert all(kernel.startswith("triton_tem") for kernel in kernels)  # which launch early, the zeros too
+    # The zeros, and for each kernel its parts and its results.
+    assert generated[case]["stores"] == stores
+    assert (generated[case]["descriptors"] > 0) == (case in ("split", "split twice"))
+
+
+@pytest.mark.parametrize(
+    ("case", "launches"), [("block scales, not split", 3), ("SwishNorm, not split", 1), ("HardSwish, not split", 1)]
+)
+def test_scales_in_blocks_and_activations_in_the_body_are_not_split(
+    generated: dict[str, Any], case: str, launches: int
+) -> None:
+    assert generated[case]["launches"] == launches
+    assert generated[case]["counters"] == 0
+    assert generated["split"]["counters"] > 0
+
+
+def test_the_template_computes_the_same_in_the_interpreter() -> None:
+    cases = Path(__file__).with_name("interpreted_template.py")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--show-capture=no"]
+    done = subprocess.run(
+        [*command, str(cases)], env=env, cwd=cases.parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "12 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
     "case",
-    ["training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles", "block scales",
+    ["split", "split, unaligned", "split twice", "training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles", "block scales",
      "1x128 scales", "SwishNorm, training", "SwishNorm, FP8 alone", "SwishNorm, fp32 model", "SwishNorm, fp32 kept", "HardSwish, FP8 and y"],
 )
 def test_kernels_fit_the_shared_memory_of_an_h200(generated: dict[str, Any], case: str) -> None:

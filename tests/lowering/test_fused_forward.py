@@ -15,7 +15,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, targets, trace
 
-from loka_compile.lowering.fused import forward, product
+from loka_compile.lowering.fused import configs, forward, product
 from loka_compile.lowering.fused.forward import fuse, will_fuse
 from loka_compile.report import Report
 
@@ -201,6 +201,18 @@ def test_few_tiles_and_a_long_contraction_are_split() -> None:
     assert found["loka.block_norm.default"] == 1  # decomposed later, into the kernel that adds the parts up
     assert found["aten._scaled_mm.default"] == 0
     assert "cut into 8 along K" in report.fusions[0]
+
+
+def test_a_configuration_may_cut_the_contraction_inside_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = {"when": {"k": [4096, 8192]}, "config": {"block_m": 64, "warps": 8, "stages": 4, "tma": True, "splits": 8}}
+    monkeypatch.setattr(configs, "_rules", lambda: {"gemm_block_norm": [rule, {}], "gemm_split_k": [{"splits": 2}]})
+    gm, report = trace(chain, *fp8_inputs(1024, 256, 7680)), Report()
+    assert fuse(gm.graph, report) == 1
+    found = targets(gm)
+    assert found["loka.gemm_block_norm.default"] == 1
+    assert found["loka.gemm_split_k.default"] == found["loka.block_norm.default"] == 0
+    assert report.fusions[0].endswith("FP8 GEMM + BlockNorm(256) + HardSwish in one kernel, K in 8 parts")
+    assert configs.config_for("gemm_block_norm", 1024, 256, 2048, 1).splits == 1
 
 
 def test_the_rewritten_graph_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,11 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     assert m is not None
     assert n is not None
     assert k is not None
-    splits = 1 if product.in_blocks else configs.splits_for(m, n, k, dtype_of(product.a).itemsize)
+    parts, splits = 1, 1
+    if not product.in_blocks:
+        itemsize = dtype_of(product.a).itemsize
+        parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast).splits
+        splits = configs.splits_for(m, n, k, itemsize) if parts == 1 else 1
     kind = kind_of(product)
     if splits > 1:
         _split(graph, product, operands_of(graph, product), splits)
@@ -96,7 +100,8 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     followed = _cheapen_epilogue(graph, new_y, math.sqrt(block))
     saved = " (y and rstd kept for the backward)" if rstd is not None else ""
     added = " + residual" if residual is not None else ""
-    return f"{kind} GEMM{added} + BlockNorm({block}){followed} in one kernel{saved}"
+    cut = f", K in {parts} parts" if parts > 1 else ""
+    return f"{kind} GEMM{added} + BlockNorm({block}){followed} in one kernel{cut}{saved}"
 
 
 def _split(graph: fx.Graph, product: Product, operands: tuple[fx.Node | None, ...], splits: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from loka_compile._compat import inductor_templates as inductor
 from loka_compile.kernels.config import BLOCK, GemmConfig, Scaling, scaling_of
-from loka_compile.lowering.fused import ops, ops_activation, template  # noqa: F401
+from loka_compile.lowering.fused import ops, ops_activation, split_template, template  # noqa: F401
 from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 
 _TMA_BYTES = 16
@@ -86,23 +87,48 @@ class _Rendering:
             inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
             self.fast,
         ).fitting(itemsize, widest, inductor.shared_memory(device))  # fmt: skip
+        sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
+        plain = not scaling.in_blocks and not self.activation
+        config = replace(config, splits=config.splits if plain and config.splits <= sms else 1)
         options = template_options(config, self.block, columns, scaling)
-        persistent = config.persistent and config.tma and _by_tma(a, 1) and _by_tma(b, 0)
-        made = inductor.template(
-            f"loka_gemm_block_norm_{'persistent' if persistent else 'tiled'}",
-            template.PERSISTENT if persistent else template.TILED,
-            persistent=persistent,
-        )
-        early = inductor.launches_early(device)
+        name, source, grid = _template(config, config.tma and _by_tma(a, 1) and _by_tma(b, 0))
+        if config.splits > 1:
+            tiles = ops.blocks_of(self.m, options["BLOCK_M"]) * ops.blocks_of(self.n, options["BLOCK_N"])
+            parts = [tiles * config.splits * options["BLOCK_M"] * options["BLOCK_N"]]
+            zeros = inductor.once_a_graph(("zeros", device), lambda: _zeros(a, sms, early))
+            written = written | {"PARTS": inductor.empty(parts, torch.float32, device), "COUNTERS": zeros}
         return inductor.render(
-            made, "loka_gemm_block_norm", [a, b, *self.scales, *self.added, *written.values()],
+            inductor.template(f"loka_gemm_block_norm_{name}", source, grid), "loka_gemm_block_norm",
+            [a, b, *self.scales, *self.added, *written.values()],
             inductor.output_layout(device, out_dtype, [self.m, self.n]), mutated_inputs=list(written.values()) or None,
             launch_early=early, PDL=early, SCALING=scaling.kind, RESIDUAL=bool(self.added), WITH_RSTD="RSTD" in written,
             KEEP="KEPT" in written, ACTIVATION=("", "hardswish", "swish_norm").index(self.activation),
             QUANTISED=int("QS" in written) + int("Q" in written), EPS=self.eps, FAST=self.fast,
-            NUM_SMS=inductor.multiprocessors(device), EVEN_N=inductor.multiple_of(self.n, options["BLOCK_N"]),
+            NUM_SMS=sms, EVEN_N=inductor.multiple_of(self.n, options["BLOCK_N"]),
             EVEN_K=inductor.multiple_of(self.k, options["BLOCK_K"]), ACC_TYPE="tl.float32", **options,
         )  # fmt: skip
+
+
+def _template(config: GemmConfig, by_tma: bool) -> tuple[str, str, str]:
+    """Name, source and grid of the template for operands that descriptors can read, or not."""
+    if config.splits > 1:
+        return ("split_tma", split_template.TMA, "split") if by_tma else ("split", split_template.POINTERS, "split")
+    if by_tma and config.persistent:
+        return "persistent", template.PERSISTENT, "persistent"
+    return "tiled", template.TILED, "tiles"
+
+
+def _zeros(a: Any, size: int, early: bool) -> Any:
+    """int32 [size], filled behind whoever writes ``a``."""
+    made = inductor.template("loka_zeros", split_template.ZEROS, "one")
+    layout = inductor.output_layout(a.get_device(), torch.int32, [size])
+    (zeros,) = inductor.realized(
+        inductor.render(
+            made, "loka_zeros", [a], layout, launch_early=early, PDL=early, SIZE=size,
+            ROUNDED=1 << (size - 1).bit_length(), ACC_TYPE="tl.int32", num_warps=4, num_stages=1,
+        )
+    )  # fmt: skip
+    return zeros
 
 
 def template_options(config: GemmConfig, block: int, n: int, scaling: Scaling) -> dict[str, int]:
@@ -121,6 +147,8 @@ def template_options(config: GemmConfig, block: int, n: int, scaling: Scaling) -
     }
     if scaling.in_blocks:
         options |= {"ROWS_A": scaling.rows_a, "ROWS_B": scaling.rows_b, "COLUMNS": min(scaling.rows_b, block_n)}
+    if config.splits > 1:
+        options |= {"SPLITS": config.splits, "ROWS": config.block_m // config.splits}
     return options
 
 

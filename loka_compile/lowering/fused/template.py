@@ -5,15 +5,21 @@ value in front of the norm as well, and FP8 in 1x128 blocks because their scales
 (HardSwish, residual, casts, the FP8 quantisation with a fixed scale) Inductor adds to ``store_output`` itself.
 
 ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the template's
-output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
+output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With scales in
+blocks the accumulator is held as in ``kernels/block_scales.py``.
+
+``split_template.py`` makes of the same pieces the template whose programs share a tile.
 """
 
 from __future__ import annotations
 
-_ARGUMENTS = """\
+NAMES = """\
 {% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) %}
 {% set names = names + (["RSTD"] if WITH_RSTD else []) + (["KEPT"] if KEEP else []) %}
 {% set names = names + (["QS"] if QUANTISED else []) + (["Q"] if QUANTISED == 2 else []) %}
+"""
+
+ARGUMENTS = """\
 {{def_kernel(*names)}}
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
@@ -31,7 +37,7 @@ _ARGUMENTS = """\
 
 # Programmatic dependent launch: the kernel starts while the one before it ends, and waits here before it reads. The
 # next kernel may start as soon as all programs of this one run.
-_WAIT = """\
+WAIT = """\
     {% if PDL %}
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -39,7 +45,7 @@ _WAIT = """\
 """
 
 # Scales that the first step of the main loop reads; they move along with it.
-_SCALES = """\
+SCALES = """\
 {% if SCALING == 3 %}
 rows_of_a = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
 rows_of_b = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N // COLUMNS) * COLUMNS) % N
@@ -51,7 +57,7 @@ acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 {% endif %}
 """
 
-_STEP = """\
+STEP = """\
 {% if SCALING == 3 %}
 scale = tl.load(sa_ptr)[:, None] * tl.load(sb_ptr)[None, :]
 acc += tl.reshape(tl.dot(a, b), (BLOCK_M, BLOCK_N // COLUMNS, COLUMNS)) * scale[:, :, None]
@@ -64,51 +70,58 @@ acc += tl.dot(a, b)
 {% endif %}
 """
 
-_POINTERS = """\
-    offs_m = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
-    offs_n = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
-    offs_k = tl.arange(0, BLOCK_K)
-    a_ptr = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
-    b_ptr = B + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
-    for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
-        {% if EVEN_K %}
-        a = tl.load(a_ptr)
-        b = tl.load(b_ptr)
-        {% else %}
-        a = tl.load(a_ptr, mask=offs_k[None, :] < K - k_idx * BLOCK_K, other=0.0)
-        b = tl.load(b_ptr, mask=offs_k[:, None] < K - k_idx * BLOCK_K, other=0.0)
-        {% endif %}
-        a_ptr += BLOCK_K * stride_ak
-        b_ptr += BLOCK_K * stride_bk
+POINTERS = """\
+offs_m = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
+offs_n = (pid_n * BLOCK_N + tl.arange(0, BLOCK_N)) % N
+offs_k = tl.arange(0, BLOCK_K)
+a_ptr = A + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+b_ptr = B + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
 """
 
-_DESCRIPTORS = """\
+# The K-blocks that a program multiplies.
+LOOP = """\
+for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
+"""
+
+LOADS = """\
+{% if EVEN_K %}
+a = tl.load(a_ptr)
+b = tl.load(b_ptr)
+{% else %}
+a = tl.load(a_ptr, mask=offs_k[None, :] < K - k_idx * BLOCK_K, other=0.0)
+b = tl.load(b_ptr, mask=offs_k[:, None] < K - k_idx * BLOCK_K, other=0.0)
+{% endif %}
+a_ptr += BLOCK_K * stride_ak
+b_ptr += BLOCK_K * stride_bk
+"""
+
+DESCRIPTORS = """\
     a_desc = tl.make_tensor_descriptor(A, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K])
     b_desc = tl.make_tensor_descriptor(B, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
 """
 
-_TMA_LOOP = """\
-        for k_idx in range(0, tl.cdiv(K, BLOCK_K)):
-            a = a_desc.load([pid_m * BLOCK_M, k_idx * BLOCK_K])
-            b = b_desc.load([pid_n * BLOCK_N, k_idx * BLOCK_K]).T
+TMA_LOADS = """\
+a = a_desc.load([pid_m * BLOCK_M, k_idx * BLOCK_K])
+b = b_desc.load([pid_n * BLOCK_N, k_idx * BLOCK_K]).T
 """
 
-_ORDER = """\
+ORDER = """\
 group_id = tile // width
 group_size = min(grid_m - group_id * GROUP_M, GROUP_M)
 pid_m = group_id * GROUP_M + (tile % width) % group_size
 pid_n = (tile % width) // group_size
 """
 
-_NORM = """\
-rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+# From the sums of products to what is stored, for some rows of a tile.
+_FINISH = """\
+rm = FIRST_ROW + tl.arange(0, ROWS)
 rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 {% if SCALING == 1 %}
 acc = acc * (tl.load(SA) * tl.load(SB))
 {% elif SCALING == 2 %}
 acc = acc * tl.load(SA + rm, mask=rm < M, other=0.0)[:, None] * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
 {% elif SCALING == 3 %}
-acc = tl.reshape(acc, (BLOCK_M, BLOCK_N))
+acc = tl.reshape(acc, (ROWS, BLOCK_N))
 {% endif %}
 {% if RESIDUAL %}
 residual_at = rm[:, None] * {{stride("R", 0)}} + rn[None, :] * {{stride("R", 1)}}
@@ -117,7 +130,7 @@ acc += tl.load(R + residual_at, mask=(rm[:, None] < M) & (rn[None, :] < N), othe
 {% if not EVEN_N %}
 acc = tl.where(rn[None, :] < N, acc, 0.0)
 {% endif %}
-blocks = tl.reshape(acc, (BLOCK_M, BLOCK_N // NORM, NORM))
+blocks = tl.reshape(acc, (ROWS, BLOCK_N // NORM, NORM))
 rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
 {% if EVEN_N %}
 mean_square = tl.sum(blocks * blocks, axis=2) * (1.0 / NORM)
@@ -135,7 +148,7 @@ mask = (idx_m < M) & (idx_n < N)
 {% if KEEP and ACTIVATION == 2 %}
 tl.store(KEPT + idx_m * N + idx_n, acc.to(KEPT.dtype.element_ty), mask=mask)
 {% endif %}
-y = tl.reshape(blocks * rstd[:, :, None], (BLOCK_M, BLOCK_N))
+y = tl.reshape(blocks * rstd[:, :, None], (ROWS, BLOCK_N))
 {% if ACTIVATION == 2 %}
 gate = y * (1.0 / 6.0) + 0.5
 gate = tl.where(gate < 0.0, 0.0, gate)
@@ -151,12 +164,12 @@ acc = y
 {% endif %}
 {% endif %}
 {% if QUANTISED %}
-groups = tl.reshape(acc, (BLOCK_M, BLOCK_N // 128, 128))
+groups = tl.reshape(acc, (ROWS, BLOCK_N // 128, 128))
 largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
 q_scale = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 448.0)
 rq = pid_n * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
 tl.store(QS + rq[None, :] * M + idx_m, q_scale, mask=(idx_m < M) & (rq[None, :] * 128 < N))
-q = tl.reshape(groups * (1.0 / q_scale)[:, :, None], (BLOCK_M, BLOCK_N))
+q = tl.reshape(groups * (1.0 / q_scale)[:, :, None], (ROWS, BLOCK_N))
 q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))
 {% if QUANTISED == 2 %}
 tl.store(Q + idx_m * N + idx_n, q.to(Q.dtype.element_ty), mask=mask)
@@ -166,36 +179,36 @@ acc = q
 {% endif %}
 """
 
-_STORE = """{{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=%d, val_shape=("BLOCK_M", "BLOCK_N"))}}\n"""
+_STORE = """{{store_output(("idx_m", "idx_n"), "acc", "mask", indent_width=%d, val_shape=("ROWS", "BLOCK_N"))}}\n"""
 
 
-def _indent(text: str, width: int) -> str:
+def indent(text: str, width: int) -> str:
+    """``text`` in a block, Jinja's own lines left where they are."""
     return "".join(line if line.startswith("{%") else " " * width + line for line in text.splitlines(keepends=True))
+
+
+def finish(width: int, first_row: str = "pid_m * BLOCK_M", rows: str = "BLOCK_M") -> str:
+    """The end of a tile, or of some of its rows; ``store_output`` must be told the indentation."""
+    return indent((_FINISH + _STORE % width).replace("FIRST_ROW", first_row).replace("ROWS", rows), width)
 
 
 #: One program per tile, operands by pointer: any strides, any alignment.
 TILED = (
-    _ARGUMENTS
-    + _WAIT
+    NAMES
+    + ARGUMENTS
+    + WAIT
     + "    tile = tl.program_id(0).to(INDEX_DTYPE)\n"
-    + _indent(_ORDER + _SCALES, 4)
-    + _POINTERS
-    + _indent(_STEP, 8)
-    + _indent(_NORM, 4)
-    + "    "
-    + _STORE % 4
+    + indent(ORDER + SCALES + POINTERS + LOOP + indent(LOADS + STEP, 4), 4)
+    + finish(4)
 )
 
 #: One program per multiprocessor, operands by TMA: the loads of the next tile overlap this tile's epilogue.
 PERSISTENT = (
-    _ARGUMENTS
-    + _DESCRIPTORS
-    + _WAIT
+    NAMES
+    + ARGUMENTS
+    + DESCRIPTORS
+    + WAIT
     + "    for tile in tl.range(tl.program_id(0).to(INDEX_DTYPE), grid_m * grid_n, NUM_SMS, flatten=True):\n"
-    + _indent(_ORDER + _SCALES, 8)
-    + _TMA_LOOP
-    + _indent(_STEP, 12)
-    + _indent(_NORM, 8)
-    + "        "
-    + _STORE % 8
+    + indent(ORDER + SCALES + LOOP + indent(TMA_LOADS + STEP, 4), 8)
+    + finish(8)
 )

@@ -1,0 +1,106 @@
+"""The fused GEMM as Inductor generates it, in Triton's interpreter, against fp64. Run by ``test_fused_codegen.py`` in a
+process of its own.
+
+The interpreter runs one program after another, so programs cannot wait for each other: the waiting is taken out and the
+kernel runs twice, the second time on parts that are all there."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter must be chosen before the first kernel is defined", allow_module_level=True)
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+import triton
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.graph import GraphLowering
+
+sys.path.insert(0, str(Path(__file__).parent))
+from codegen_cases import Driver
+
+from loka_compile._compat import inductor_templates
+from loka_compile.kernels import reference as ref
+from loka_compile.kernels.config import GemmConfig
+from loka_compile.lowering.fused import lowerings
+
+
+def layer(a: Any, b: Any, s: Any, r: Any) -> Any:
+    # fp32 throughout, because the interpreter's casts are wrong in the last bits.
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, s, s, 256, 1e-5, torch.float32, True, True, r)
+    return F.hardswish(y), y, rstd
+
+
+class Caught(Exception):
+    """The code is there; it need not run."""
+
+
+def kernels_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """The generated kernels as interpreted functions, and how many programs of each Inductor launches, in order."""
+    codes: list[str] = []
+
+    def catch(code: str) -> None:
+        codes.append(code)
+        raise Caught
+
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(catch))
+    triton.runtime.driver.set_active(Driver())
+    torch._dynamo.reset()
+    with (
+        inductor_config.patch(cpu_backend="triton", force_disable_caches=True),
+        pytest.raises(Exception, match="Caught"),
+    ):
+        torch.compile(layer)(*args)
+    kernels = dict(re.findall(r"async_compile\.triton\('(triton_tem_\w+)', '''(.*?)'''", codes[0], re.S))
+    found = []
+    for name, launch in re.findall(r"(triton_tem_\w+)\.run\((.*)\)", codes[0]):
+        source = re.sub(r"@triton_heuristics\.template\(.*?\n\)\n", "", kernels[name], flags=re.S)
+        source = source.replace("while waiting:", "while False:")
+        found.append((getattr(PyCodeCache.load(source), name), int(launch.split(", ")[-4])))
+    return found
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [(1, 384, 208, 4), (67, 384, 96, 2), (37, 256, 479, 8), (20, 100, 13, 2), (3, 3456, 64, 16), (37, 384, 64, 1)],
+)
+def test_template(m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowerings.register()
+    monkeypatch.setattr(inductor_templates, "is_aligned", lambda node: True)
+    monkeypatch.setattr(inductor_templates, "launches_early", lambda device: False)
+    monkeypatch.setattr(inductor_templates, "multiprocessors", lambda device: 16)
+    config = GemmConfig(16, 256, 16, 4, 2, tma=tma, persistent=tma, splits=splits)
+    monkeypatch.setattr(lowerings, "config_for", lambda *_: config)
+    a, b, residual, scale = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5, torch.full((1,), 0.5)
+    *zeros, (kernel, programs) = kernels_of((a, b.t(), scale, residual), monkeypatch)
+    tiles = -(-m // 16) * -(-n // 256)
+    assert programs == min(tiles, 16 // splits if splits > 1 or tma else tiles) * splits
+    out = {"RSTD": torch.full((m, -(-n // 256)), torch.nan), "out_ptr0": torch.full((m, n), torch.nan)}
+    out["out_ptr1"] = torch.full((m, n), torch.nan)
+    given = {"A": a, "B": b, "SA": scale, "SB": scale, "R": residual, **out}
+    given["PARTS"] = torch.full((tiles * splits * 16 * 256,), torch.nan)
+    given["COUNTERS"] = torch.full((16,), -1, dtype=torch.int32)
+    for fill, one in zeros:
+        assert one == 1
+        fill[(1,)](a, given["COUNTERS"])
+    for _ in range(1 if splits == 1 else 2):
+        kernel[(programs,)](*(given[name.removeprefix("arg_")] for name in kernel.arg_names))
+    expected, expected_rstd = ref.block_norm(0.25 * a.double() @ b.double().t() + residual.double(), 256, 1e-5)
+    torch.testing.assert_close(out["RSTD"].double(), expected_rstd, rtol=1e-4, atol=1e-6)
+    found = sorted((out["out_ptr0"], out["out_ptr1"]), key=lambda t: t.min().item())
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(found[1].double(), F.hardswish(expected), rtol=1e-4, atol=2e-5)
+    assert len(zeros) == (splits > 1)
+    if splits > 1:
+        turns = given["COUNTERS"] // 2  # of two launches
+        tiles_of = [len(range(group, tiles, programs // splits)) for group in range(16 // splits)]
+        assert turns.tolist()[: len(tiles_of)] == [16 * count for count in tiles_of]
