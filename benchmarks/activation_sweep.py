@@ -41,8 +41,8 @@ SHAPES = (
     (16384, 1024, 1024), (4096, 4096, 4096), (1024, 512, 512),
 )  # fmt: skip
 IN_BLOCKS = (
-    C(64, 256, 128, 8, 4), C(64, 256, 128, 4, 2, tma=True), C(64, 256, 128, 4, 2, tma=True, halves=True),
-    C(64, 256, 128, 4, 2, halves=True), C(128, 256, 128, 8, 3, tma=True, halves=True),
+    C(64, 256, 128, 8, 4), C(64, 256, 128, 8, 4, tma=True, persistent=True), C(64, 256, 128, 4, 2, tma=True),
+    C(128, 256, 128, 8, 3, tma=True, persistent=True), C(64, 256, 128, 8, 4, tma=True),
 )  # fmt: skip
 IN_FP8 = (
     C(64, 256, 128, 8, 4), C(128, 256, 128, 8, 3, tma=True, persistent=True),
@@ -164,7 +164,7 @@ def product(kind: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
 def name_of(c: C) -> str:
     """A configuration in short."""
     loads = "/pers" if c.persistent else "/tma" if c.tma else ""
-    return f"{c.block_m}/w{c.warps}/s{c.stages}{loads}{'/halves' if c.halves else ''}"
+    return f"{c.block_m}/w{c.warps}/s{c.stages}{loads}"
 
 
 def compile_one(job: tuple[str, C]) -> str:
