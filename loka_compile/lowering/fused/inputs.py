@@ -20,13 +20,10 @@ from loka_compile.report import Report
 def quantise_inputs(graph: fx.Graph, report: Report) -> int:
     """Emit ``loka::quantize_weights`` for them; returns for how many. In place."""
     chosen = [q for q in quantisations(graph) if _is_input(q)]
-    if not chosen:
-        return 0
-    start = next(node for node in graph.nodes if node.op != "placeholder")
     for source, dtype in dict.fromkeys((q.source, q.dtype) for q in chosen):
         same = [q for q in chosen if q.source is source and q.dtype == dtype]
         turned = any(q.transposes() for q in same)
-        with graph.inserting_before(start):
+        with graph.inserting_before(source.next):  # constants may stand in front of the inputs
             args = ([source], dtype, [turned])
             q, qt, scale = emit(graph, same[0].node, torch.ops.loka.quantize_weights.default, args)
         for old in same:
