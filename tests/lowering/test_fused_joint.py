@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, quantise, targets, trace
 
 from loka_compile.kernels import reference as ref
-from loka_compile.lowering.fused import gradients, grouped, inputs, joint, product
+from loka_compile.lowering.fused import gradients, grouped, joint, product
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.fused.match import quantisations, shape_to_view, sort_topologically
 from loka_compile.plan import Decision, Plan
@@ -34,7 +34,6 @@ def _emit_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "on_this_device", lambda value: "")
     monkeypatch.setattr(gradients, "on_this_device", lambda value: "")
     monkeypatch.setattr(grouped, "on_this_device", lambda value: "")
-    monkeypatch.setattr(inputs, "on_this_device", lambda value: "")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
@@ -330,27 +329,6 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
         if parameter.dim() == 2:
             # Per layer two roundings more: of what HardSwish' and BlockNorm' read, and of the activation once more.
             assert relative(parameter.grad, gradients[name]) < 0.026 * 16**0.5 * 1.5
-
-
-@pytest.mark.usefixtures("_emit_on_cpu")
-@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
-@pytest.mark.parametrize("batch", [1, 64])
-def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
-    import torch._inductor.config as inductor_config
-
-    torch.manual_seed(0)
-    model = layers(384).eval().requires_grad_(False)
-    x = torch.randn(batch, 384).bfloat16()
-    expected, _ = fp64_gradients(model.requires_grad_(True), x, torch.zeros(batch, 384))
-    model.requires_grad_(False)
-    options = {"plan": plan_of(model, FP8, FP8), "inspect": True}
-    with torch.no_grad(), inductor_config.patch(freezing=True):
-        out = torch.compile(model, backend="loka", options=options)(x)
-    assert relative(out, expected) < 0.026 * 6**0.5 * 1.5
-    report = reports()[-1]
-    assert report.graph("forward").count("quantize_weights.default(") == 1
-    assert "aten.amax" not in report.graph("forward")
-    assert any("of an input in two kernels" in line for line in report.fusions)
 
 
 class WideNorm(nn.Module):
