@@ -77,12 +77,13 @@ def error(got, want):
     [("torch:blockwise", 199), ("torch:blockwise", 1), ("torch:tensorwise_fast", 199), ("high_precision:native", 199)],
 )
 def test_output_and_gradients(candidate, batch, monkeypatch):
-    known, new = (
-        configs.find,
-        ("gemm_block_norm_in_blocks", "gemm_swish_norm", "gemm_swish_norm_in_blocks", "result_in_blocks"),
-    )
-    # Wherever they were measured to be faster: here they have to be right.
-    monkeypatch.setattr(configs, "find", lambda kernel, *sizes: {} if kernel in new else known(kernel, *sizes))
+    known = configs.find
+
+    def find(kernel, *sizes):
+        return {} if "swish" in kernel or "blocks" in kernel else known(kernel, *sizes)
+
+    # At any shape, measured to be faster there or not: here they have to be right.
+    monkeypatch.setattr(configs, "find", find)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Gates().cuda().bfloat16()

@@ -56,52 +56,6 @@ def accumulate(
 
 
 @triton.jit
-def accumulate_halves(
-    A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-    ROWS_A: tl.constexpr,
-):  # fmt: skip
-    """The same for B in squares, in two partial products of half of the columns: half of the registers for each.
-
-    Four warps then hold 64x256 without spilling, and two programs share a multiprocessor: one multiplies while the other
-    adds up.
-    """
-    HALF: tl.constexpr = BLOCK_N // 2
-    rm = (pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) % M
-    sa_ptr = SA + (rm // ROWS_A) * row_a
-    sb_ptr = SB + (pid_n * BLOCK_N // 128) * row_b
-    other = tl.where(pid_n * BLOCK_N + HALF < N, (HALF // 128) * row_b, 0)
-    left = tl.zeros((BLOCK_M, HALF), dtype=tl.float32)
-    right = tl.zeros((BLOCK_M, HALF), dtype=tl.float32)
-    if not TMA:
-        rn = (pid_n * BLOCK_N + tl.arange(0, HALF)) % N
-        ro = (pid_n * BLOCK_N + HALF + tl.arange(0, HALF)) % N
-        rk = tl.arange(0, BLOCK_K)
-        a_ptr = A + rm.to(tl.int64)[:, None] * stride_a + rk[None, :]
-        b_ptr = B + rn.to(tl.int64)[None, :] * stride_b + rk[:, None]
-        c_ptr = B + ro.to(tl.int64)[None, :] * stride_b + rk[:, None]
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        sa = tl.load(sa_ptr)
-        sb = tl.load(sb_ptr)
-        so = tl.load(sb_ptr + other)
-        if TMA:
-            a = A.load([pid_m * BLOCK_M, k * BLOCK_K])
-            left += tl.dot(a, B.load([pid_n * BLOCK_N, k * BLOCK_K]).T) * (sa * sb)[:, None]
-            right += tl.dot(a, B.load([pid_n * BLOCK_N + HALF, k * BLOCK_K]).T) * (sa * so)[:, None]
-        else:
-            keep = rk[:, None] < K - k * BLOCK_K
-            a = tl.load(a_ptr, mask=rk[None, :] < K - k * BLOCK_K, other=0.0)
-            left += tl.dot(a, tl.load(b_ptr, mask=keep, other=0.0)) * (sa * sb)[:, None]
-            right += tl.dot(a, tl.load(c_ptr, mask=keep, other=0.0)) * (sa * so)[:, None]
-            a_ptr += BLOCK_K
-            b_ptr += BLOCK_K
-            c_ptr += BLOCK_K
-        sa_ptr += step_a
-        sb_ptr += step_b
-    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
 def scaled(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """x [BLOCK_M, BLOCK_N] divided by one scale per row and 128 columns, and these, [BLOCK_M, BLOCK_N // 128].
 

@@ -29,8 +29,6 @@ class GemmConfig:
     persistent: bool = False
     #: Read and write the epilogue's matrices by descriptors as well.
     tma_epilogue: bool = False
-    #: With scales in blocks: two partial products of half of a tile's columns, one after the other.
-    halves: bool = False
     #: Parts that the contraction is cut into, where a kernel can: more programs for an output of few tiles.
     splits: int = 1
 

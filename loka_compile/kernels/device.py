@@ -129,8 +129,10 @@ def hardswish(x):
 
 @triton.jit
 def hardsigmoid(x):
-    """``relu6(x + 3) / 6`` in fp32. By comparisons, which let a NaN through."""
-    return tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x * (1.0 / 6.0) + 0.5))
+    """``relu6(x + 3) / 6`` in fp32. By comparisons with the result, which let a NaN through and need no registers."""
+    x = x * (1.0 / 6.0) + 0.5
+    x = tl.where(x < 0.0, 0.0, x)
+    return tl.where(x > 1.0, 1.0, x)
 
 
 @triton.jit

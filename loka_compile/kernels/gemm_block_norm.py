@@ -44,10 +44,12 @@ def _finish(
     if not EVEN_N:
         acc = tl.where(rn[None, :] < N, acc, 0.0)
     rstd = tl.rsqrt(dev.block_mean(acc * acc, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM) + EPS)
+    # Before y is made: both together have no room in the registers of a large tile.
+    if KEEP and ACTIVATION == "swish_norm":
+        tl.store(KEPT + offset, acc.to(KEPT.dtype.element_ty), mask=mask)
     y = dev.over_block(acc, rstd, ROWS, BLOCK_N, NORM)
-    if KEEP:
-        kept = acc if ACTIVATION == "swish_norm" else y
-        tl.store(KEPT + offset, kept.to(KEPT.dtype.element_ty), mask=mask)
+    if KEEP and ACTIVATION != "swish_norm":
+        tl.store(KEPT + offset, y.to(KEPT.dtype.element_ty), mask=mask)
     if ACTIVATION == "swish_norm":
         y = acc * dev.hardsigmoid(y)
     elif ACTIVATION == "hardswish":
@@ -73,16 +75,11 @@ def _tile(
     tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HALVES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
-    WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    if HALVES:
-        acc = block_scales.accumulate_halves(
-            A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN_K, TMA, ROWS_A,
-        )  # fmt: skip
-    elif SCALING == 3:
+    if SCALING == 3:
         acc = block_scales.accumulate(
             A, B, SA, SB, pid_m, pid_n, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, BLOCK_M, BLOCK_N,
             BLOCK_K, EVEN_K, TMA, ROWS_A, ROWS_B,
@@ -104,8 +101,8 @@ def _kernel(
     A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HALVES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr,
-    WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
     PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
@@ -113,13 +110,13 @@ def _kernel(
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
             _tile(
                 tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, HALVES, RESIDUAL,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, RESIDUAL,
                 ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
-            EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, HALVES, RESIDUAL,
+            EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, RESIDUAL,
             ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
         )  # fmt: skip
 
@@ -181,7 +178,6 @@ def launch(
     norm = norm_tile(n, block)
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
     scaling = scaling_of(scale_a, scale_b, m, n)
-    halves = config.halves and scaling.rows_b == 128 and block_n == 256
     plain = not scaling.in_blocks and not activation and kept is None and q_scales is None
     splits = config.splits if plain else 1
     tma = config.tma and can_use_tma(a, b)
@@ -190,7 +186,7 @@ def launch(
     if tma:
         args = [
             TensorDescriptor.from_tensor(a, [config.block_m, block_k]),
-            TensorDescriptor.from_tensor(b, [block_n // 2 if halves else block_n, block_k]),
+            TensorDescriptor.from_tensor(b, [block_n, block_k]),
         ]
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
     any_ptr = next(t for t in (y, q) if t is not None)
@@ -210,7 +206,7 @@ def launch(
     if splits == 1:
         strides = [s for t in (scale_a, scale_b) for s in (t.stride() if t is not None and scaling.in_blocks else (0, 0))]
         _kernel[(programs,)](
-            *args, *sizes, *strides, eps, ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b, HALVES=halves,
+            *args, *sizes, *strides, eps, ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b,
             PERSISTENT=config.persistent, FLATTEN=config.persistent and tma, **options,
         )  # fmt: skip
         return

@@ -21,7 +21,7 @@ from loka_compile.kernels import (
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
-from loka_compile.lowering.fused.configs import meeting_config
+from loka_compile.lowering.fused.configs import find, gemm_kernel, meeting_config
 from loka_compile.lowering.providers.triton_configs import config_for
 
 FP8 = torch.float8_e4m3fn
@@ -158,8 +158,33 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def fused(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Scales in blocks, SwishNorm and results in 1x128 blocks with the configurations that ship for them."""
+    results = {}
+    for in_blocks, activation, quantised, kept in [
+        (True, "hardswish", False, False), (True, "hardswish", True, True), (True, "swish_norm", True, False),
+        (True, "swish_norm", False, True), (False, "swish_norm", False, True), (False, "swish_norm", True, False),
+    ]:  # fmt: skip
+        for m, n, k in [(4096, 512, 512), (4096, 1024, 1024)]:
+            kernel = gemm_kernel(in_blocks, activation == "swish_norm", quantised)
+            if find(kernel, m, n, k, 1) is None:
+                continue
+            found.clear()
+            blocks = torch.empty(k // 128, m).t(), torch.empty(n // 128, k // 128)
+            scales = blocks if in_blocks else (torch.empty(()), torch.empty(()))
+            out = torch.empty(m, n, dtype=torch.bfloat16)
+            gemm_block_norm.launch(
+                torch.empty(m, k, dtype=FP8), torch.empty(n, k, dtype=FP8), *scales, None if quantised else out,
+                torch.empty(m, n // 256) if kept else None, out.to(FP8) if quantised else None, block=256, eps=1e-5,
+                fast=True, config=shipped(kernel, m, n, k, 1), activation=activation, kept=out if kept else None,
+                q_scales=torch.empty(n // 128, m) if quantised else None,
+            )  # fmt: skip
+            results[f"{kernel} {m}x{n}x{k}"] = list(found)
+    return results
+
+
 if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
     json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted),
-               "grouped": grouped(noted), "in parts": in_parts(noted)}, sys.stdout)
+               "grouped": grouped(noted), "in parts": in_parts(noted), "fused": fused(noted)}, sys.stdout)

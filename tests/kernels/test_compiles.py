@@ -62,6 +62,15 @@ def test_gemms_in_one_launch_spill_nothing(compiled: dict[str, Any]) -> None:
         assert kernel["shared"] <= SHARED, case
 
 
+def test_fused_gemms_spill_nothing(compiled: dict[str, Any]) -> None:
+    assert compiled["fused"]
+    for case, (kernel,) in compiled["fused"].items():
+        assert kernel["mma"], case
+        assert all(op.endswith(".f32.e4m3.e4m3") for op in kernel["mma"]), case
+        assert kernel["stack"] == 0, case
+        assert kernel["shared"] <= SHARED, case
+
+
 def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
     """They wait for memory: a multiprocessor must hold at least two programs of 256 threads."""
     assert len(compiled["quantisers"]) == 12

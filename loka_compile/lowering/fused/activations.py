@@ -6,11 +6,11 @@
     out = h * hardsigmoid(y)  (SwishNorm)   ->
     q, scale = out in FP8, 1x128 blocks
 
-SwishNorm reads the GEMM's result twice. HardSwish comes here only where the next GEMM reads it in 1x128 blocks, whose
-scales are reductions; else :mod:`.forward` leaves it to the epilogue.
+SwishNorm reads the GEMM's result twice. HardSwish comes here only where the next GEMM reads it in 1x128 blocks,
+whose scales are reductions; else :mod:`.forward` leaves it to the epilogue.
 
-On the joint graph because here it can be said what the backward keeps: h and rstd (HardSwish: y and rstd). All else that
-the backward reads of them is pointwise and goes into the kernels that read it. The backward itself is plain aten.
+On the joint graph because here it can be said what the backward keeps: h and rstd (HardSwish: y and rstd). All else
+that the backward reads of them is pointwise and goes into the kernels that read it. The backward itself is plain aten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from loka_compile.kernels.config import BLOCK
-from loka_compile.lowering.fused import configs, lowerings, ops_activation  # noqa: F401
+from loka_compile.lowering.fused import lowerings, ops_activation  # noqa: F401
 from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, arg, dtype_of, emit, is_call, result, rows
 from loka_compile.lowering.fused.product import (
     Product,
@@ -33,7 +33,6 @@ from loka_compile.lowering.fused.product import (
     product_of,
     refusal,
     reshaped,
-    sizes_of,
 )
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.roles import site_of
@@ -62,27 +61,22 @@ def activations(graph: fx.Graph, report: Report) -> int:
         activation, out = _activation(norm, product)
         if out is None:
             continue
-        quantised = _in_blocks(out) if _pays_in_blocks(product) else []
-        if activation == "hardswish" and not quantised:
+        gated = activation == "swish_norm"
+        quantised = _in_blocks(out)
+        if quantised and refusal(norm, product, gated, quantised=True):
+            quantised = []
+        if not gated and not quantised:
             continue
         name = site_of(product.node) or norm.name
-        reason = refusal(norm, product, gated=activation == "swish_norm")
+        reason = "" if quantised else refusal(norm, product, gated)
         if reason:
-            what = "SwishNorm" if activation == "swish_norm" else "HardSwish in 1x128 blocks"
-            report.fusions.append(f"{name}: {what} not fused with the GEMM: {reason}")
+            report.fusions.append(f"{name}: SwishNorm not fused with the GEMM: {reason}")
             continue
         report.fusions.append(f"{name}: {_rewrite(graph, norm, product, activation, out, quantised)}")
         fused += 1
     if fused:
         lowerings.register()
     return fused
-
-
-def _pays_in_blocks(product: Product) -> bool:
-    m, n, k = sizes_of(product)
-    if m is None or n is None or k is None:
-        return False
-    return configs.find("result_in_blocks", m, n, k, dtype_of(product.a).itemsize) is not None
 
 
 def drop_unread(graph: fx.Graph) -> None:
@@ -198,7 +192,7 @@ def _rewrite(
 
 def _blocks(graph: fx.Graph, found: _InBlocks, q: fx.Node, scale: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """What stands for a quantisation's nodes: FP8 in blocks, the scales, and the scales as the kernel writes them."""
-    rows_, blocks, _ = found.node.meta["val"].shape
+    blocks = found.node.meta["val"].shape[1]
     (in_blocks,) = emit(graph, q, aten.reshape.default, (q, [-1, blocks, BLOCK]))
     (turned,) = emit(graph, scale, aten.permute.default, (scale, [1, 0]))
     (column,) = emit(graph, scale, aten.unsqueeze.default, (turned, -1))

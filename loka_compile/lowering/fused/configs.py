@@ -23,9 +23,10 @@ def _rules() -> dict[str, list[dict[str, Any]]]:
     return data["kernels"]
 
 
-def gemm_kernel(in_blocks: bool, gated: bool) -> str:
-    """Under which name the file has the fused GEMM: with scales in blocks, with SwishNorm's gate."""
-    return f"gemm_{'swish' if gated else 'block'}_norm{'_in_blocks' if in_blocks else ''}"
+def gemm_kernel(in_blocks: bool = False, gated: bool = False, quantised: bool = False) -> str:
+    """Under which name the file has the fused GEMM: of operands scaled in blocks, with SwishNorm's gate, with a result
+    in FP8 and 1x128 blocks."""
+    return f"gemm_{'swish' if gated else 'block'}_norm{'_in_blocks' * in_blocks}{'_to_blocks' * quantised}"
 
 
 def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) -> dict[str, Any] | None:

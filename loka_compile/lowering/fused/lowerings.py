@@ -76,15 +76,16 @@ class _Rendering:
         return inductor.empty(size if wanted else [0], dtype, self.device)
 
     def result(self, out_dtype: torch.dtype, written: dict[str, Any]) -> Any:
-        """The template's own output, [M, N]; ``written``: the other outputs by their names in the template, in its order."""
+        """The template's own output, [M, N]; ``written``: the others by their names in the template, in its order."""
         a, b, device, itemsize = self.a, self.b, self.device, self.a.get_dtype().itemsize
         columns = inductor.size_of(self.n, fallback=2048)
         shapes = [s.get_size() for s in self.scales] or (None, None)
         scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
-        widest = max([out_dtype.itemsize] + [written[name].get_dtype().itemsize for name in ("KEPT",) if name in written])
+        widest = max(out_dtype.itemsize, written["KEPT"].get_dtype().itemsize if "KEPT" in written else 0)
         config = config_for(
-            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm"), inductor.size_of(self.m, fallback=4096),
-            columns, inductor.size_of(self.k, fallback=2048), itemsize, self.fast,
+            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written),
+            inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
+            self.fast,
         ).fitting(itemsize, widest, inductor.shared_memory(device))  # fmt: skip
         sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
         plain = not scaling.in_blocks and not self.activation

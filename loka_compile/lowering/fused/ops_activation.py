@@ -34,8 +34,8 @@ def _fake(
 ) -> _Results:  # fmt: skip
     """Operands and scales as of ``loka::gemm_block_norm``; what is not asked for comes back empty, [0].
 
-    Returns out [M, N] in out_dtype; for the backward h (swish_norm) or BlockNorm(h) (hardswish) [M, N] in kept_dtype and
-    rstd fp32 [M, ceil(N/block)]; out in e4m3 [M, N] and its fp32 scales in 1x128 blocks [N/128, M].
+    Returns out [M, N] in out_dtype; for the backward h (swish_norm) or BlockNorm(h) (hardswish) [M, N] in kept_dtype
+    and rstd fp32 [M, ceil(N/block)]; out in e4m3 [M, N] and its fp32 scales in 1x128 blocks [N/128, M].
     """
     m, n = a.shape[0], b.shape[1]
 
@@ -76,7 +76,8 @@ def _cuda(
     if not any(t.numel() for t in found):
         return found
     (m, k), n = a.shape, b.shape[1]
-    config = config_for(gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, activation == "swish_norm"), m, n, k, a.element_size(), fast)
+    kernel = gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, activation == "swish_norm", quantised)
+    config = config_for(kernel, m, n, k, a.element_size(), fast)
     config = config.fitting(a.element_size(), max(out_dtype.itemsize, kept_dtype.itemsize), shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, out if with_out else None, rstd if kept else None,

@@ -1,4 +1,4 @@
-"""The GEMM in front of a BlockNorm: finds it in a graph, says why the fused kernels do not take it, hands over its operands."""
+"""The GEMM in front of a BlockNorm: finds it, says why the fused kernels do not take it, hands its operands over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from torch import fx
 import loka_compile.lowering.providers.torch_scaled_mm  # noqa: F401  (registers the block-scaled GEMM)
 from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs
-from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, arg, copy_meta, dtype_of, emit, is_call, shape_to_view
+from loka_compile.lowering.fused.match import (
+    ALIAS,
+    CONVERT,
+    FP8,
+    VIEWS,
+    arg,
+    copy_meta,
+    dtype_of,
+    emit,
+    is_call,
+    shape_to_view,
+)
 
 aten = torch.ops.aten
 
@@ -136,9 +147,12 @@ def _gemm(node: Any, path: list[fx.Node]) -> Product | None:
     return None
 
 
-def refusal(norm: fx.Node, product: Product, gated: bool = False) -> str:
-    """Why the fused kernels do not take a GEMM and its norm, or "". ``gated``: with SwishNorm's gate, which reads the
-    product as well as the norm does."""
+def refusal(norm: fx.Node, product: Product, gated: bool = False, quantised: bool = False) -> str:
+    """Why the fused kernels do not take a GEMM and its norm, or "".
+
+    ``gated``: with SwishNorm's gate, which reads the product as well as the norm does. ``quantised``: with a result in
+    FP8 and 1x128 blocks.
+    """
     value = product.node.meta["val"]
     reason = on_this_device(value) or block_refusal(value.shape[1], int(arg(norm, 1)))
     if reason:
@@ -162,13 +176,11 @@ def refusal(norm: fx.Node, product: Product, gated: bool = False) -> str:
     m, n, k = sizes_of(product)
     if m is None or n is None or k is None:
         return "its size is unknown when compiling"
-    if configs.find(configs.gemm_kernel(product.in_blocks, gated), m, n, k, operand.itemsize, product.fast) is None:
-        return f"at {m}x{n}x{k} {_words(product.in_blocks, gated)} was not measured to be faster"
+    kernel = configs.gemm_kernel(product.in_blocks, gated, quantised)
+    if configs.find(kernel, m, n, k, operand.itemsize, product.fast) is None:
+        of = f"{' with SwishNorm' * gated}{' of block scales' * product.in_blocks}"
+        return f"at {m}x{n}x{k} the fused kernel{of} was not measured to be faster"
     return ""
-
-
-def _words(in_blocks: bool, gated: bool) -> str:
-    return f"the fused kernel{' with SwishNorm' * gated}{' of block scales' * in_blocks}"
 
 
 def sizes_of(product: Product) -> tuple[int | None, int | None, int | None]:
@@ -185,7 +197,7 @@ def kind_of(product: Product) -> str:
 
 
 def operands_of(graph: fx.Graph, product: Product) -> tuple[fx.Node | None, ...]:
-    """A [M, K], B [K, N] and their scales as ``loka::gemm_block_norm`` takes them; views are made at the insertion point."""
+    """A [M, K], B [K, N] and their scales as ``loka::gemm_block_norm`` takes them; views at the insertion point."""
     if not product.in_blocks:
         return product.a, product.b, product.scale_a, product.scale_b
 

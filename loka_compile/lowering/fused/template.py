@@ -145,12 +145,14 @@ tl.store(RSTD + rm[:, None] * ((N + NORM - 1) // NORM) + rb[None, :], rstd, mask
 idx_m = rm[:, None]
 idx_n = rn[None, :]
 mask = (idx_m < M) & (idx_n < N)
-y = tl.reshape(blocks * rstd[:, :, None], (ROWS, BLOCK_N))
-{% if ACTIVATION == 2 %}
-{% if KEEP %}
+{% if KEEP and ACTIVATION == 2 %}
 tl.store(KEPT + idx_m * N + idx_n, acc.to(KEPT.dtype.element_ty), mask=mask)
 {% endif %}
-acc = acc * tl.where(y <= -3.0, 0.0, tl.where(y >= 3.0, 1.0, y * (1.0 / 6.0) + 0.5))
+y = tl.reshape(blocks * rstd[:, :, None], (ROWS, BLOCK_N))
+{% if ACTIVATION == 2 %}
+gate = y * (1.0 / 6.0) + 0.5
+gate = tl.where(gate < 0.0, 0.0, gate)
+acc = acc * tl.where(gate > 1.0, 1.0, gate)
 {% else %}
 {% if KEEP %}
 tl.store(KEPT + idx_m * N + idx_n, y.to(KEPT.dtype.element_ty), mask=mask)
