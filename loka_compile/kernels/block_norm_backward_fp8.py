@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
-from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import gradient_tile as tiles_of
+from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import turned
 from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
+
 
 @triton.jit
 def _pair(
@@ -109,7 +110,9 @@ def _backward_fp8_kernel(
             )  # fmt: skip
         else:
             for tile in range(first, tiles, step):
-                d = tiles_of.gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, False, WORDS, PTX)
+                d = tiles_of.gradients(
+                    tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, False, WORDS, PTX
+                )
                 _write(
                     tile, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT,
                     WORDS, PTX,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-
 #: Elements of the contraction that share a scale where an operand is scaled in blocks.
 BLOCK = 128
 

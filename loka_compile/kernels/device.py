@@ -118,7 +118,7 @@ def over_block(x, s, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.cons
 def saved(y, TYPE: tl.constexpr):
     """A normalised value as it was kept for the backward, in fp32: in e4m3 it was multiplied by 16."""
     y = y.to(tl.float32)
-    return y * 0.0625 if TYPE == tl.float8e4nv else y
+    return y * 0.0625 if tl.float8e4nv == TYPE else y
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def pack4(a, b, c, d, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.co
         a, b, c, d = (
             a.to(tl.float32) * scale, b.to(tl.float32) * scale, c.to(tl.float32) * scale, d.to(tl.float32) * scale
         )  # fmt: skip
-        NAME: tl.constexpr = "e4m3x2" if TYPE == tl.float8e4nv else "e5m2x2"
+        NAME: tl.constexpr = "e4m3x2" if tl.float8e4nv == TYPE else "e5m2x2"
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.satfinite." + NAME + ".f32 low, $2, $1; cvt.rn.satfinite." + NAME
             + ".f32 high, $4, $3; mov.b32 $0, {low, high}; }",

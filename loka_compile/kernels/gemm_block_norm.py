@@ -64,7 +64,9 @@ def _finish(
         scaled, scale = block_scales.scaled(y, ROWS, BLOCK_N)
         tl.store(Q + offset, dev.to_fp8(scaled, 1.0, Q.dtype.element_ty, 448.0), mask=mask)
         rs = pid_n * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
-        tl.store(QS + rs.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=(rm[:, None] < M) & (rs[None, :] * 128 < N))
+        tl.store(
+            QS + rs.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=(rm[:, None] < M) & (rs[None, :] * 128 < N)
+        )
     elif WRITE_Q == "fixed":
         q = dev.to_fp8(dev.hardswish(y), Q_SCALE, Q.dtype.element_ty, 448.0)
         tl.store(Q + offset, q, mask=mask)
@@ -204,7 +206,9 @@ def launch(
     if config.persistent or splits > 1:
         programs = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count // splits)
     if splits == 1:
-        strides = [s for t in (scale_a, scale_b) for s in (t.stride() if t is not None and scaling.in_blocks else (0, 0))]
+        strides = [
+            s for t in (scale_a, scale_b) for s in (t.stride() if t is not None and scaling.in_blocks else (0, 0))
+        ]
         _kernel[(programs,)](
             *args, *sizes, *strides, eps, ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b,
             PERSISTENT=config.persistent, FLATTEN=config.persistent and tma, **options,

@@ -24,7 +24,11 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.quantize_kernels import (
-    _amax_kernel, _blocks_kernel, _cast_kernel, _rows_kernel, _zero_kernel
+    _amax_kernel,
+    _blocks_kernel,
+    _cast_kernel,
+    _rows_kernel,
+    _zero_kernel,
 )  # fmt: skip
 from loka_compile.kernels.quantize_pairs import _amax_pairs_kernel, _both_1x128_kernel
 from loka_compile.kernels.quantize_tiles import TILES, Tile

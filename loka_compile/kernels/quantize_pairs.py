@@ -16,7 +16,7 @@ from loka_compile.kernels.quantize_kernels import _load, _load4, _scale_of, _sto
 @triton.jit
 def _low(pairs, TYPE: tl.constexpr):
     """The first number of each pair, in fp32."""
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         return (pairs << 16).to(tl.float32, bitcast=True)
     else:
         return pairs.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
@@ -25,7 +25,7 @@ def _low(pairs, TYPE: tl.constexpr):
 @triton.jit
 def _high(pairs, TYPE: tl.constexpr):
     """The second number of each pair, in fp32."""
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         return (pairs & -65536).to(tl.float32, bitcast=True)
     else:
         return (pairs >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)

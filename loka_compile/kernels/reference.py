@@ -46,7 +46,9 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor
     (m, k), n = a.shape, b.shape[1]
     kind = scaling(scale_a, scale_b, m, n)
     if not kind.in_blocks:
-        return wide(a) @ wide(b) * scale_a * (scale_b.t() if scale_b.dim() == 2 and scale_b.shape != (1, n) else scale_b)
+        return (
+            wide(a) @ wide(b) * scale_a * (scale_b.t() if scale_b.dim() == 2 and scale_b.shape != (1, n) else scale_b)
+        )
     along = torch.arange(k, device=a.device) // 128
     rows, columns = (torch.arange(size, device=a.device) for size in (m, n))
     left = wide(a) * scale_a[rows // kind.rows_a][:, along]

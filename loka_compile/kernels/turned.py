@@ -38,7 +38,7 @@ def halved(a, b, TYPE: tl.constexpr):
 def pack2(a, b, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
     """Half of :func:`loka_compile.kernels.device.pack4`: two tiles times scale as FP8 in the low half of an int32."""
     if PTX:
-        NAME: tl.constexpr = "e4m3x2" if TYPE == tl.float8e4nv else "e5m2x2"
+        NAME: tl.constexpr = "e4m3x2" if tl.float8e4nv == TYPE else "e5m2x2"
         return tl.inline_asm_elementwise(
             "{ .reg .b16 two; cvt.rn.satfinite." + NAME + ".f32 two, $2, $1; cvt.u32.u16 $0, two; }",
             "=r,f,f", [a.to(tl.float32) * scale, b.to(tl.float32) * scale], dtype=tl.int32, is_pure=True, pack=1,

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loka_compile.selection.decision import BatchRange
 from loka_compile.gemm import NATIVE
 from loka_compile.lowering.quantize import Quantized
+from loka_compile.selection.decision import BatchRange
 
 #: Which of the GEMM's sizes m, n, k the batch is.
 LETTERS = "mnk"
@@ -116,7 +116,5 @@ def gemm_of_quantised_by_batch(
 
 
 @gemm_of_quantised_by_batch.register_fake
-def _(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, size: int, ranges: str, out_dtype: torch.dtype
-) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, size: int, ranges: str, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -13,7 +13,6 @@ from loka_compile.lowering.fused.forward import will_fuse
 from loka_compile.lowering.inline import replace_with
 from loka_compile.ops import DECOMPOSITIONS
 
-
 aten = torch.ops.aten
 
 

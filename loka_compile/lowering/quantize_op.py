@@ -16,7 +16,9 @@ from loka_compile.lowering.quantize import BLOCK, Quantized, packed, quantize
 __all__ = ["quantize_both", "quantize_fp8"]
 
 
-def quantize_both(x: Tensor, scaling: Scaling, *, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Quantized, Quantized]:
+def quantize_both(
+    x: Tensor, scaling: Scaling, *, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Quantized, Quantized]:
     """The operands x and x.T of x [M, N], read once (rowwise, tensorwise: twice).
 
     Equal to ``quantize(x, scaling)`` and ``quantize(x, scaling, transpose=True)``; scales of 1x128 blocks have their
@@ -37,9 +39,7 @@ def launch_quantize_fp8(
     return launch(x, scaling, dtype, with_q=with_q, with_qt=with_qt)
 
 
-quantize_fp8 = torch.library.custom_op(
-    "loka::quantize_fp8", launch_quantize_fp8, mutates_args=(), device_types="cuda"
-)
+quantize_fp8 = torch.library.custom_op("loka::quantize_fp8", launch_quantize_fp8, mutates_args=(), device_types="cuda")
 
 
 @quantize_fp8.register_fake

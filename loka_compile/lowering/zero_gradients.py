@@ -49,14 +49,18 @@ def _share(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype, device: to
     first = min(nodes, key=list(graph.nodes).index)
     with graph.inserting_before(first):
         buffer = graph.call_function(
-            aten.full.default, ([total], 0), {"dtype": dtype, "device": device, "layout": torch.strided, "pin_memory": False}
+            aten.full.default,
+            ([total], 0),
+            {"dtype": dtype, "device": device, "layout": torch.strided, "pin_memory": False},
         )
         buffer.meta["val"] = first.meta["val"].new_empty((total,))
     for node, start in zip(nodes, starts, strict=True):
         value = node.meta["val"]
         with graph.inserting_before(node):
             # A view of the buffer itself; a slice Inductor would compute anew for each output.
-            (part,) = emit(graph, node, aten.as_strided.default, (buffer, list(value.shape), list(value.stride()), start))
+            (part,) = emit(
+                graph, node, aten.as_strided.default, (buffer, list(value.shape), list(value.stride()), start)
+            )
         node.replace_all_uses_with(part)
         graph.erase_node(node)
 

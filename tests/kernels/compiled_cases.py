@@ -17,7 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
-    block_norm_backward_fp8, device, gemm_block_norm, grad_input_fp8, grid_barrier, grouped_gemm, quantize, scaled_gemm
+    block_norm_backward_fp8,
+    device,
+    gemm_block_norm,
+    grad_input_fp8,
+    grid_barrier,
+    grouped_gemm,
+    quantize,
+    scaled_gemm,
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
@@ -114,7 +121,11 @@ def in_parts(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     for block_m, warps, stages, splits in [(64, 8, 4, 8), (64, 4, 4, 2), (128, 8, 3, 16)]:
         found.clear()
-        a, b, out = torch.empty(1024, 7680, dtype=FP8), torch.empty(256, 7680, dtype=FP8), torch.empty(1024, 256, dtype=FP8)
+        a, b, out = (
+            torch.empty(1024, 7680, dtype=FP8),
+            torch.empty(256, 7680, dtype=FP8),
+            torch.empty(1024, 256, dtype=FP8),
+        )
         config = GemmConfig(block_m, 256, 128, warps, stages, tma=True, splits=splits)
         one, options = torch.empty(()), {"block": 256, "eps": 1e-5, "fast": True}
         gemm_block_norm.launch(a, b, one, one, None, None, out, config=config, **options)
@@ -186,5 +197,14 @@ def fused(found: list[dict[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     noted: list[dict[str, Any]] = []
     watch(noted)
-    json.dump({"gemms": gemms(noted), "quantisers": quantisers(noted), "meeting": meeting(noted),
-               "grouped": grouped(noted), "in parts": in_parts(noted), "fused": fused(noted)}, sys.stdout)
+    json.dump(
+        {
+            "gemms": gemms(noted),
+            "quantisers": quantisers(noted),
+            "meeting": meeting(noted),
+            "grouped": grouped(noted),
+            "in parts": in_parts(noted),
+            "fused": fused(noted),
+        },
+        sys.stdout,
+    )

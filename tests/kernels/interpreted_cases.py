@@ -167,9 +167,7 @@ def test_what_is_never_split(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     }[case]  # fmt: skip
     config = GemmConfig(block_m=16, block_k=16, splits=4)
     if case == "quantised":
-        launch(
-            a, b, None, None, None, None, q, block=256, eps=1e-5, fast=True, config=config, q_scales=q_scales
-        )
+        launch(a, b, None, None, None, None, q, block=256, eps=1e-5, fast=True, config=config, q_scales=q_scales)
         y = (q.unflatten(1, (3, 128)) * q_scales.t().unsqueeze(2)).flatten(1)
     else:
         y, _ = run(a, b, config, **more)

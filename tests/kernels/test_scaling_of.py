@@ -24,7 +24,9 @@ from loka_compile.kernels.config import Scaling, scaling_of
         ((2, 3), (2, 3), 200, 256, Scaling(3, 128, 128)),
     ],
 )
-def test_scaling(scale_a: tuple[int, ...] | None, scale_b: tuple[int, ...] | None, m: int, n: int, expected: Scaling) -> None:
+def test_scaling(
+    scale_a: tuple[int, ...] | None, scale_b: tuple[int, ...] | None, m: int, n: int, expected: Scaling
+) -> None:
     found = scaling_of(scale_a, scale_b, m, n)
     assert found == expected
     assert found.in_blocks == (expected.kind == 3)

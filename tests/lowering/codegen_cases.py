@@ -88,9 +88,7 @@ def rows_of_blocks(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return in_blocks(a, b, sa, sb, False)
 
 
-def activated(
-    kind: str, with_out: bool, kept: bool, quantised: bool, dtype: torch.dtype = torch.bfloat16
-) -> Any:
+def activated(kind: str, with_out: bool, kept: bool, quantised: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
     def fn(a: Any, b: Any, sa: Any, sb: Any) -> Any:
         dtypes, flags = (dtype, dtype), (True, with_out, kept, quantised)
         found = torch.ops.loka.gemm_norm_activation(a, b, sa, sb, kind, 256, 1e-5, *dtypes, *flags)
@@ -146,7 +144,11 @@ WHOLE: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
     "HardSwish, not split": (activated("hardswish", False, True, True), 256, 512, 2048, None, _SPLITS),
 }
 #: Cases whose template is also compiled for an sm_90, to see what it takes.
-COMPILED = {"training", *SPLIT, *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish")))}
+COMPILED = {
+    "training",
+    *SPLIT,
+    *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish"))),
+}
 
 
 def shared_memory(code: str) -> int:

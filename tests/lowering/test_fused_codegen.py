@@ -106,8 +106,23 @@ def test_the_template_computes_the_same_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["split", "split, unaligned", "split twice", "training", "fp32 model", "fp32 model, few tiles", "fp32 from bf16", "fp32 from bf16, few tiles", "block scales",
-     "1x128 scales", "SwishNorm, training", "SwishNorm, FP8 alone", "SwishNorm, fp32 model", "SwishNorm, fp32 kept", "HardSwish, FP8 and y"],
+    [
+        "split",
+        "split, unaligned",
+        "split twice",
+        "training",
+        "fp32 model",
+        "fp32 model, few tiles",
+        "fp32 from bf16",
+        "fp32 from bf16, few tiles",
+        "block scales",
+        "1x128 scales",
+        "SwishNorm, training",
+        "SwishNorm, FP8 alone",
+        "SwishNorm, fp32 model",
+        "SwishNorm, fp32 kept",
+        "HardSwish, FP8 and y",
+    ],
 )
 def test_kernels_fit_the_shared_memory_of_an_h200(generated: dict[str, Any], case: str) -> None:
     """A persistent kernel that writes fp32 needs twice the room for its tile: Inductor then had no valid config."""

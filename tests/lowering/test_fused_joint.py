@@ -216,7 +216,12 @@ def test_a_grad_input_gemm_is_folded_into_the_gradient_below(read_elsewhere: boo
     assert found["aten._scaled_mm.default"] == (2 if read_elsewhere else 1)
     assert sum("gradient below in one kernel" in line for line in report.fusions) == (0 if read_elsewhere else 1)
     gm.recompile()
-    a, b, s, y = torch.randn(64, 128).to(E4M3), torch.randn(512, 128).to(E4M3), torch.tensor(0.5), torch.randn(4, 16, 512)
+    a, b, s, y = (
+        torch.randn(64, 128).to(E4M3),
+        torch.randn(512, 128).to(E4M3),
+        torch.tensor(0.5),
+        torch.randn(4, 16, 512),
+    )
     rstd, w = torch.rand(4, 16, 2) + 0.5, torch.randn(256, 512).bfloat16()
     y = y.bfloat16()
     grad = aten.hardswish_backward(0.25 * a.double() @ b.double().t(), y.double().view(64, 512))
@@ -322,7 +327,9 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
     report = reports()[-1]
     assert sum("kept for the backward in FP8, 0.0 MiB less" in line for line in report.fusions) == 3
     # The backward gets no activation in bf16: of that dtype and size there is the gradient alone.
-    placeholders = [line for line in report.graph("backward").splitlines() if "bf16[64, 512]" in line and "tangents" not in line]
+    placeholders = [
+        line for line in report.graph("backward").splitlines() if "bf16[64, 512]" in line and "tangents" not in line
+    ]
     assert not [line for line in placeholders if "placeholder" in line or "def forward" in line]
     assert relative(out, expected) < 0.026 * 6**0.5 * 1.5
     for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
 """The contract of kernel libraries where the kernels are: in CUDA graphs, with a batch that changes, and all of them.
 
-    python3 -m pytest -m gpu -n 6 tests/lowering
+python3 -m pytest -m gpu -n 6 tests/lowering
 """
 
 import pytest
@@ -75,7 +75,9 @@ def test_the_exact_list_of_what_is_refused():
         assert verdicts == ("x" * len(SHAPES) if without_role else REFUSED[which]), (which, role)
         if without_role:
             continue
-        moving = "".join(letter for letter in "mnk" if refuses(Gemm("s#0", role, 256, 256, 256, dynamic=letter), recipe))
+        moving = "".join(
+            letter for letter in "mnk" if refuses(Gemm("s#0", role, 256, 256, 256, dynamic=letter), recipe)
+        )
         assert moving == STILL[name], (which, role)
         for dtype in ("float16", "float32"):
             refused = refuses(Gemm("s#0", role, 256, 256, 256, dtype), recipe) is not None

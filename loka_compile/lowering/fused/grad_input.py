@@ -44,7 +44,9 @@ def fold_grad_inputs(graph: fx.Graph, report: Report) -> int:
         if None in sizes or configs.find("grad_input_fp8", *sizes, 1) is None:  # type: ignore[arg-type]
             continue
         _rewrite(graph, node, product)
-        report.fusions.append(f"{site_of(product) or product.name}: grad_input GEMM and the gradient below in one kernel")
+        report.fusions.append(
+            f"{site_of(product) or product.name}: grad_input GEMM and the gradient below in one kernel"
+        )
         folded += 1
     return folded
 

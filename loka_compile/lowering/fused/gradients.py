@@ -14,7 +14,6 @@ from torch import fx
 
 from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs, ops, ops_meeting  # noqa: F401
-from loka_compile.lowering.fused.product import block_refusal, on_this_device
 from loka_compile.lowering.fused.match import (
     CONVERT,
     Quantise,
@@ -28,6 +27,7 @@ from loka_compile.lowering.fused.match import (
     shape_to_view,
     strip,
 )
+from loka_compile.lowering.fused.product import block_refusal, on_this_device
 from loka_compile.lowering.roles import site_of
 from loka_compile.report import Report
 

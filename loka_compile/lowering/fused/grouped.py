@@ -16,9 +16,9 @@ from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile._compat.shapes import size_hint
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.fused import configs
-from loka_compile.lowering.fused.product import on_this_device
 from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, dtype_of, emit, is_call
 from loka_compile.lowering.fused.ops import LIBRARY
+from loka_compile.lowering.fused.product import on_this_device
 from loka_compile.report import Report
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka_compile.errors import UnknownNameError
-from loka_compile.gemm import BLOCKWISE_128X128, Gemm, Recipe, Role, Scaling
+from loka_compile.gemm import Gemm, Recipe, Role, Scaling
 from loka_compile.lowering.quantize import Quantized, quantize
 
 __all__ = [

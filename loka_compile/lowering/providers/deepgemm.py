@@ -22,7 +22,6 @@ from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
 from loka_compile.lowering.quantize import packed
 
-
 #: Kernel, m, n, k of every call so far: their kernels are compiled and loaded.
 CALLED: set[tuple[str, int, int, int]] = set()
 

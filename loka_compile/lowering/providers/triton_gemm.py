@@ -113,4 +113,6 @@ def scaled_gemm_ref(
 
 @functools.cache
 def _multiprocessors(device: int | None) -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).multi_processor_count
+    return torch.cuda.get_device_properties(
+        torch.cuda.current_device() if device is None else device
+    ).multi_processor_count
