@@ -151,8 +151,9 @@ COMPILED = {
 }
 
 
-def shared_memory(code: str) -> int:
-    """Bytes of shared memory per program of the template in Inductor's code, compiled by Triton for an sm_90."""
+def resources(code: str) -> dict[str, Any]:
+    """Of the template in Inductor's code, compiled by Triton for an sm_90: bytes of shared memory per program, and what
+    it does to memory before it waits for the kernel in front."""
     for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
         if not name.startswith("triton_tem_") or "tl.dot(" not in source:
             continue
@@ -167,7 +168,14 @@ def shared_memory(code: str) -> int:
             {(names.index(n),): [["tt.divisibility", 16]] for n in pointers},
         )  # fmt: skip
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return int(triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+        compiled = triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options)
+        before = compiled.asm["ptx"].partition("griddepcontrol.wait")[0]
+        early = [op for op in ("tensormap.", "st.global", "ld.global", "atom.", "cp.async") if op in before]
+        return {
+            "shared": int(compiled.metadata.shared),
+            "early": early,
+            "scratch": compiled.metadata.global_scratch_size,
+        }
     raise AssertionError("no template in the code")
 
 
@@ -198,7 +206,7 @@ def main() -> None:
             "stores": codes[-1].count("tl.store("),
             "counters": codes[-1].count("COUNTERS"),
             "launches": codes[-1].count(".run("),
-            "shared": shared_memory(codes[-1]) if name in COMPILED else None,
+            **(resources(codes[-1]) if name in COMPILED else {}),
         }
     print("RESULT" + json.dumps(found))
 

@@ -82,6 +82,15 @@ def test_a_gemm_in_parts_is_one_kernel_behind_zeros_that_a_graph_fills_once(
     assert (generated[case]["descriptors"] > 0) == (case in ("split", "split twice"))
 
 
+def test_nothing_is_written_before_the_kernel_in_front_has_ended(generated: dict[str, Any]) -> None:
+    """Descriptors neither: all launches take their scratch from the same memory."""
+    compiled = [found for found in generated.values() if "early" in found]
+    assert len(compiled) > 10
+    assert all(found["early"] == [] for found in compiled)
+    assert generated["training"]["scratch"] > 0
+    assert generated["split"]["scratch"] > 0
+
+
 @pytest.mark.parametrize(
     ("case", "launches"), [("block scales, not split", 3), ("SwishNorm, not split", 1), ("HardSwish, not split", 1)]
 )

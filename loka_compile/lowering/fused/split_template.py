@@ -69,8 +69,8 @@ POINTERS = (
 #: Operands by TMA.
 TMA = (
     _ARGUMENTS
-    + template.DESCRIPTORS
     + template.WAIT
+    + template.DESCRIPTORS
     + _GROUPS
     + _tile(_LOOP + template.indent(template.TMA_LOADS + template.STEP, 4))
 )
