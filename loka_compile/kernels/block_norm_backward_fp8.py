@@ -21,6 +21,8 @@ from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
+CONFIG = MeetingConfig()
+
 
 @triton.jit
 def _pair(
@@ -38,7 +40,8 @@ def _halved_gradients(
     tile, G, Y, RSTD, XT, M, N, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr,
     ACT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`loka_compile.kernels.gradient_tile.gradients`, rounded and halved pair by pair: no more than a pair is ever held in fp32."""
+    """As :func:`loka_compile.kernels.gradient_tile.gradients`, rounded and halved pair by pair:
+    no more than a pair is ever held in fp32."""
     grid_n = tl.cdiv(N, BLOCK_N)
     pid_m, pid_n = tile // grid_n, tile % grid_n
     rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
@@ -123,7 +126,7 @@ def _backward_fp8_kernel(
 def block_norm_backward_fp8(
     grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int, hardswish: bool, dtype: torch.dtype,
     with_dx: bool = False, with_q: bool = True, with_qt: bool = True, with_xt: bool = False,
-    config: MeetingConfig = MeetingConfig(),
+    config: MeetingConfig = CONFIG,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dx, q, qt, scale, xt)`` for contiguous grad and y [M, N] (not empty), rstd fp32 [M, ceil(N/block)].
 

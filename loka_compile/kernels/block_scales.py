@@ -1,8 +1,9 @@
 """Scales in blocks of 128 in the fused kernels: the main loop of a GEMM of such operands, and a result in 1x128 blocks.
 
-One partial product per block of the contraction, times the scales of its rows and columns, added to an fp32 accumulator.
-The accumulator is held as [rows, scaled columns, columns that share a scale], so that a scale of 128 columns is one
-number per row and not a load per column; the scales are read before the tensor core is set going, which hides them.
+One partial product per block of the contraction, times the scales of its rows and columns, added to an fp32
+accumulator. The accumulator is held as [rows, scaled columns, columns that share a scale], so that a scale of 128
+columns is one number per row and not a load per column; the scales are read before the tensor core is set going, which
+hides them.
 """
 
 from __future__ import annotations

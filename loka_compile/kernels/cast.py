@@ -113,8 +113,8 @@ GROUP = 8
 def results_for(
     weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Memory for FP8 weights [N, K] and transposes [K, N] (empty where not asked for), and the scales: an empty weight's
-    is there already, another's place holds the weight."""
+    """Memory for FP8 weights [N, K] and transposes [K, N] (empty where not asked for), and the scales: an empty
+    weight's is there already, another's place holds the weight."""
     q = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in weights]
     qt = [
         torch.empty((w.shape[1], w.shape[0]) if t else (0,), dtype=dtype, device=w.device)

@@ -157,7 +157,8 @@ def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr 
 
 @triton.jit
 def pack4(a, b, c, d, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
-    """Four tiles times scale as one of int32: saturated, as FP8, a's in the lowest byte. With PTX in few instructions."""
+    """Four tiles times scale as one of int32: saturated, as FP8, a's in the lowest byte.
+    With PTX in few instructions."""
     if PTX:
         a, b, c, d = (
             a.to(tl.float32) * scale, b.to(tl.float32) * scale, c.to(tl.float32) * scale, d.to(tl.float32) * scale

@@ -25,8 +25,8 @@ from loka_compile.kernels.scaled_gemm import can_use_tma
 def _finish(
     acc, row, pid_n, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, EPS,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, EVEN_N: tl.constexpr, SCALING: tl.constexpr,
-    RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr,
-    WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr,
+    KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Scales, norm, activation and stores of ROWS rows of a product from ``row`` on."""
     rm = row + tl.arange(0, ROWS)
@@ -92,8 +92,8 @@ def _tile(
             TMA, FAST,
         )  # fmt: skip
     _finish(
-        acc, pid_m * BLOCK_M, pid_n, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, EPS, BLOCK_M, BLOCK_N, NORM, EVEN_N, SCALING,
-        RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
+        acc, pid_m * BLOCK_M, pid_n, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, EPS, BLOCK_M, BLOCK_N, NORM, EVEN_N,
+        SCALING, RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
     )  # fmt: skip
 
 
@@ -111,15 +111,15 @@ def _kernel(
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
             _tile(
-                tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b, EPS,
-                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, RESIDUAL,
-                ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
+                tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
+                EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B,
+                RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
             )  # fmt: skip
     else:
         _tile(
-            tl.program_id(0), A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
-            EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B, RESIDUAL,
-            ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
+            tl.program_id(0), A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b,
+            step_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B,
+            RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
         )  # fmt: skip
 
 
@@ -167,14 +167,14 @@ def launch(
     """Write ``y = BlockNorm(z)`` with ``z = a @ b.T + residual``, and/or ``q = fp8(HardSwish(y) * q_scale)``; rstd.
 
     With an activation, y is ``HardSwish(BlockNorm(z))`` ("hardswish") or ``z * hardsigmoid(BlockNorm(z))``
-    ("swish_norm"), and ``kept`` is what the backward needs beside rstd: BlockNorm(z), or z. q is then y in 1x128 blocks,
-    with ``q_scales`` [N/128, M]; N a multiple of 128. What is None is not written.
+    ("swish_norm"), and ``kept`` is what the backward needs beside rstd: BlockNorm(z), or z. q is then y in 1x128
+    blocks, with ``q_scales`` [N/128, M]; N a multiple of 128. What is None is not written.
 
     a [M, K], b [N, K], both with contiguous rows; scales fp32, as :func:`scaling_of` tells them apart: both scalar,
     [M, 1] and [1, N] (contiguous), or blocks of 128 of any strides, with K in steps of 128 whatever ``config`` says.
     residual, where given: [M, N], contiguous, any floating dtype; not scaled. ``config.splits`` counts only without
-    activation and blocks of scales; ``room`` is then what :func:`loka_compile.kernels.tile_parts.room` gave for a launch of
-    as many tiles and parts, to use it once more.
+    activation and blocks of scales; ``room`` is then what :func:`loka_compile.kernels.tile_parts.room` gave for a
+    launch of as many tiles and parts, to use it once more.
     """
     (m, k), n = a.shape, b.shape[0]
     norm = norm_tile(n, block)

@@ -1,5 +1,5 @@
-"""A layer's grad_input GEMM with the gradient of the layer below in its epilogue: HardSwish', BlockNorm' and the FP8 cast in
-both layouts, in one kernel.
+"""A layer's grad_input GEMM with the gradient of the layer below in its epilogue: HardSwish', BlockNorm' and the FP8
+cast in both layouts, in one kernel.
 
 The gradient never leaves the registers: every program has one tile, finds its largest value, meets the others
 (kernels/grid_barrier.py) and casts. So all tiles must be resident at once, which narrow layers are; what is wider is

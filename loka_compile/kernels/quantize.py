@@ -148,6 +148,7 @@ def _sizes(tile: Tile) -> dict[str, int]:
 
 def _launch(tile: Tile, x: Tensor) -> dict[str, Any]:
     options = {"num_warps": tile.warps, "num_stages": 1, **dev.early(x.device)}
-    # In fp32 a tile alone takes as many registers, and numbers that do not come 16 bytes at a time have an address each.
+    # In fp32 a tile alone takes as many registers, and numbers that do not come 16 bytes at a time
+    # have an address each.
     whole = x.element_size() == 2 and not any(size % 16 for size in (*x.shape, x.stride(0)))
     return options | ({"maxnreg": tile.registers} if tile.registers and whole else {})

@@ -4,10 +4,10 @@ They should wait for memory alone, and an H200 has time for about 20 instruction
 pass that only reads). So:
 
 * x is held in registers from the maxima to the casts, the cast itself saturates, and nothing is divided;
-* x.T is turned as words. A program loads the rows 4i, 4i + 1, 4i + 2 and 4i + 3 as four tiles, so that a thread has four
-  neighbours of a row of x.T. It packs them into an int32, and threads exchange those, not bytes. That also keeps clear
-  of Triton 3.6's wrong code for transposed FP8 stores next to min.NaN and max.NaN (triton-lang/triton #11111), for
-  which maxima are compared as integers, too.
+* x.T is turned as words. A program loads the rows 4i, 4i + 1, 4i + 2 and 4i + 3 as four tiles, so that a thread has
+  four neighbours of a row of x.T. It packs them into an int32, and threads exchange those, not bytes. That also keeps
+  clear of Triton 3.6's wrong code for transposed FP8 stores next to min.NaN and max.NaN (triton-lang/triton #11111),
+  for which maxima are compared as integers, too.
 
 Where maxima of rows and of columns are both wanted: :mod:`loka_compile.kernels.quantize_pairs`.
 """

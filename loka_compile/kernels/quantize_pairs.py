@@ -68,7 +68,8 @@ def _turn_pairs(
     x, QT, ST, pid_m, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr,
     X_TYPE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """x.T in 1x128 of 128 rows and WIDTH columns; returns the maxima of the rows, in pairs, as :func:`_load4` has them."""
+    """x.T in 1x128 of 128 rows and WIDTH columns; returns the maxima of the rows, in pairs,
+    as :func:`_load4` has them."""
     a, b, c, d = x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, x[2] & 0x7FFF7FFF, x[3] & 0x7FFF7FFF
     largest = _max_pairs(_max_pairs(a, b, PTX), _max_pairs(c, d, PTX), PTX)
     # Before x is unpacked, so that its magnitudes need no registers then.

@@ -1,8 +1,8 @@
 """FP8 transposes turned as words, which costs a quarter of the exchanges between threads that bytes cost.
 
 A tile is held as four tiles, of the rows 4i, 4i + 1, 4i + 2 and 4i + 3: a thread then has four neighbours of a row of
-the transpose, packs them into an int32 (:func:`loka_compile.kernels.device.pack4`), and threads exchange those. That also
-keeps clear of Triton 3.6's wrong code for some transposed FP8 stores (triton-lang/triton #11111).
+the transpose, packs them into an int32 (:func:`loka_compile.kernels.device.pack4`), and threads exchange those. That
+also keeps clear of Triton 3.6's wrong code for some transposed FP8 stores (triton-lang/triton #11111).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from loka_compile.kernels import device as dev
 
 @triton.jit
 def store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
-    """Words of four FP8 rows each as rows of the transpose, which are ``words`` long; M bytes if 4 does not divide M."""
+    """Words of four FP8 rows each as rows of the transpose, which are ``words`` long;
+    M bytes if 4 does not divide M."""
     packed = tl.trans(packed)
     row = rn.to(tl.int64)[:, None]
     if WORDS:

@@ -1,16 +1,16 @@
 """One GEMM whose kernel depends on the batch size, where that is known only when the graph runs.
 
-``loka::gemm_by_batch`` stands in the graph in place of the product. Its table of kernels is an argument, so it is part of
-the cache's key; the operator looks at the batch size of the call and runs the kernel of its range. One graph, nothing is
-compiled again, every size is served.
+``loka::gemm_by_batch`` stands in the graph in place of the product. Its table of kernels is an argument, so it is part
+of the cache's key; the operator looks at the batch size of the call and runs the kernel of its range. One graph,
+nothing is compiled again, every size is served.
 
-Why an operator and not ``torch.cond`` on the symbolic size: a branch is a subgraph of its own in Inductor, which neither
-the partitioner nor fusion looks into, that is re-traced under autograd, and that CUDA graphs refuse (torch 2.11 to 2.13);
-and a graph per range would be a compile per range. An operator has the same cost in fusion, works alike in all versions,
-and under CUDA graphs, which record every size for itself anyway. What it costs: quantisation happens inside, kernel by
-kernel, and neither fuses with producers nor is shared. So it is used only where a plan holds more than one range and the
-batch is dynamic. Where all ranges take the same FP8 operands, ``loka::gemm_of_quantised_by_batch`` stands there instead
-and quantisation stays in the graph.
+Why an operator and not ``torch.cond`` on the symbolic size: a branch is a subgraph of its own in Inductor, which
+neither the partitioner nor fusion looks into, that is re-traced under autograd, and that CUDA graphs refuse (torch 2.11
+to 2.13); and a graph per range would be a compile per range. An operator has the same cost in fusion, works alike in
+all versions, and under CUDA graphs, which record every size for itself anyway. What it costs: quantisation happens
+inside, kernel by kernel, and neither fuses with producers nor is shared. So it is used only where a plan holds more
+than one range and the batch is dynamic. Where all ranges take the same FP8 operands,
+``loka::gemm_of_quantised_by_batch`` stands there instead and quantisation stays in the graph.
 """
 
 from __future__ import annotations

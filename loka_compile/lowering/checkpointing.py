@@ -1,9 +1,10 @@
-"""Activation checkpointing and FP8: an operand that a layer's kernel writes belongs to that layer's checkpointed region.
+"""Activation checkpointing and FP8: an operand that a layer's kernel writes
+belongs to that layer's checkpointed region.
 
 A checkpoint around each layer keeps what goes from layer to layer, and the region behind quantises it again when it
 recomputes. In the forward the value was quantised by the kernel that made it, before it was rounded to bf16; from what
-was kept a few in a hundred values fall on the other side of a rounding, and the recomputed layer is another one. With the
-quantisation in the region in front, what is kept *is* the FP8 operand: the same bits, and half of the memory.
+was kept a few in a hundred values fall on the other side of a rounding, and the recomputed layer is another one. With
+the quantisation in the region in front, what is kept *is* the FP8 operand: the same bits, and half of the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _TAGS = ("ac_graph_id", "recompute")
 
 
 def keep_fp8_between_regions(graph: fx.Graph) -> None:
-    """Put tensorwise quantisations of the forward into the region of what they quantise. On the joint graph, in place."""
+    """Put tensorwise quantisations of the forward into the region of what they quantise.
+    On the joint graph, in place."""
     for q in list(quantisations(graph)):
         if q.source.op != "placeholder" and q.node.meta.get("partitioner_tag") != "is_backward":
             _join_producer(q)

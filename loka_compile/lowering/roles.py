@@ -70,7 +70,8 @@ class MatMul:
 
 
 def find_matmuls(graph: fx.Graph) -> tuple[list[MatMul], list[str]]:
-    """All GEMMs of the graph with a site and a role, in graph order, and the names of those without, with the reason."""
+    """All GEMMs of the graph with a site and a role, in graph order, and the names of those without,
+    with the reason."""
     forwards: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.target in _MATRICES]
     for node in nodes:

@@ -163,7 +163,8 @@ def test_what_is_never_split(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     expected, _ = ref.block_norm(product, 256, 1e-5)
     q, q_scales, kept = torch.empty(17, 384), torch.empty(3, 17), torch.empty(17, 384)
     more: dict[str, Any] = {
-        "blocks": {"scales": (sa, sb)}, "activation": {"activation": "hardswish"}, "kept": {"kept": kept}, "quantised": {}
+        "blocks": {"scales": (sa, sb)}, "activation": {"activation": "hardswish"}, "kept": {"kept": kept},
+        "quantised": {},
     }[case]  # fmt: skip
     config = GemmConfig(block_m=16, block_k=16, splits=4)
     if case == "quantised":

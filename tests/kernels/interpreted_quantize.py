@@ -1,4 +1,5 @@
-"""The FP8 quantisers in Triton's interpreter against the plain-torch twin, which tests/lowering/test_quantize.py checks.
+"""The FP8 quantisers in Triton's interpreter against the plain-torch twin,
+which tests/lowering/test_quantize.py checks.
 
 Scales are compared to the last bits. The interpreter of Triton 3.6 casts to FP8 wrongly (a carry out of the mantissa is
 lost), so data is compared coarsely here, and well on a GPU; transposed data is compared with the contiguous data.

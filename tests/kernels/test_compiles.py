@@ -1,4 +1,5 @@
-"""Our kernels compile for an H200 on a machine without one: FP8 tensor cores, nothing spilt, shared memory that fits."""
+"""Our kernels compile for an H200 on a machine without one: FP8 tensor cores,
+nothing spilt, shared memory that fits."""
 
 from __future__ import annotations
 

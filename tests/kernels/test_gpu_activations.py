@@ -1,5 +1,5 @@
-"""Scales in blocks, SwishNorm and results in 1x128 blocks on real hardware, against fp64: the kernel, and the template as
-Inductor generates it."""
+"""Scales in blocks, SwishNorm and results in 1x128 blocks on real hardware, against fp64: the kernel, and the template
+as Inductor generates it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tiles whose parts are added up inside the launch (split-K), on real hardware: against fp64, and the same bits in every
-run, with the workspace poisoned between runs and under CUDA graph replay."""
+"""Tiles whose parts are added up inside the launch (split-K), on real hardware: against fp64, and the same bits in
+every run, with the workspace poisoned between runs and under CUDA graph replay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from loka_compile.kernels.config import GemmConfig
 pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
 RUNS = 50
-#: M, N, K and parts: rows off 16 bytes, fewer K-blocks than parts, a short last block, more tiles than groups of programs.
+#: M, N, K and parts: rows off 16 bytes, fewer K-blocks than parts, a short last block,
+#: more tiles than groups of programs.
 CASES = [
     (1024, 256, 7680, 8), (1, 384, 448, 2), (199, 384, 479, 4), (199, 3456, 13, 2), (37, 256, 13, 8),
     (300, 512, 4096, 16), (4096, 512, 2048, 4),

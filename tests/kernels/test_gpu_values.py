@@ -1,4 +1,5 @@
-"""Unusual values on real hardware: a fused kernel's error against fp64 is not larger than that of the same GEMM unfused."""
+"""Unusual values on real hardware: a fused kernel's error against fp64 is not larger
+than that of the same GEMM unfused."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def reduced_precision(dtype, device):
     """What torch allows cuBLAS by default: to cut the contraction and to round each partial sum to 16 bits.
 
     The notes on CUDA semantics call it reduced precision reduction. Partial sums add up to at most sum(|a||b|) in
-    absolute value, so that is what their rounding is relative to. At 2048x384x13 on an H200, cuBLAS cuts k into 8 and 5.
+    absolute value, so that is what their rounding is relative to. At 2048x384x13 on an H200, cuBLAS cuts k into
+    8 and 5.
     """
     matmul = torch.backends.cuda.matmul
     allowed = {

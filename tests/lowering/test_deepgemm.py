@@ -154,7 +154,7 @@ def test_no_first_call_during_a_capture(pretended, monkeypatch, recipe):
     def call():
         return PROVIDER.gemm(a, False, b, False, recipe, torch.bfloat16)
 
-    with pytest.raises(LoweringError, match="48x8x128.*call the model once"):
+    with pytest.raises(LoweringError, match=r"48x8x128.*call the model once"):
         call()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     expected = call()

@@ -1,7 +1,7 @@
 """Scales in blocks, SwishNorm and results in 1x128 blocks: what the fusion makes of graphs; that it means the same.
 
-Through the whole backend on a CPU, where the operators run as their plain-torch twins: outputs and gradients against the
-Mods in fp64.
+Through the whole backend on a CPU, where the operators run as their plain-torch twins: outputs and gradients against
+the Mods in fp64.
 """
 
 from __future__ import annotations

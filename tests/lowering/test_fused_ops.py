@@ -24,13 +24,16 @@ ONE = torch.tensor(0.5)
 CALLS = {
     "meeting_state": (loka.meeting_state.default, (ONE,)),
     "everything": (loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, True, E4M3, *[True] * 4)),
-    "q alone": (loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, False, E5M2, False, True, False, False)),
+    "q alone": (
+        loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, False, E5M2, False, True, False, False)
+    ),
     "grad_input": (
         loka.grad_input_fp8.default,
         (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, *GRADIENT[1:], state(), 256, True, E4M3, True, True, True, True),
     ),
     "grouped": (
-        loka.grouped_scaled_mm.default, ([fp8(24, 48)] * 3, [fp8(40, 48)] * 3, [ONE] * 3, [ONE] * 3, torch.bfloat16, True)
+        loka.grouped_scaled_mm.default,
+        ([fp8(24, 48)] * 3, [fp8(40, 48)] * 3, [ONE] * 3, [ONE] * 3, torch.bfloat16, True),
     ),
     "weights": (loka.quantize_weights.default, ([torch.randn(24, 48), torch.randn(7, 5)], E4M3, [True, False])),
     "residual": (
@@ -39,19 +42,23 @@ CALLS = {
     ),
     "blocks": (
         loka.gemm_block_norm.default,
-        (fp8(19, 256), fp8(384, 256).t(), torch.rand(2, 19).t(), torch.rand(3, 4), 256, 1e-5, torch.bfloat16, True, True),
+        (fp8(19, 256), fp8(384, 256).t(), torch.rand(2, 19).t(), torch.rand(3, 4), 256, 1e-5, torch.bfloat16, True,
+         True),
     ),
     "everything of SwishNorm": (
         loka.gemm_norm_activation.default,
-        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "swish_norm", 256, 1e-5, *[torch.bfloat16] * 2, *[True] * 4, GRADIENT[0]),
+        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "swish_norm", 256, 1e-5, *[torch.bfloat16] * 2, *[True] * 4,
+         GRADIENT[0]),
     ),
     "SwishNorm alone": (
         loka.gemm_norm_activation.default,
-        (*[torch.randn(64, 64)] * 2, None, None, "swish_norm", 256, 1e-5, *[torch.float32] * 2, True, True, False, False),
+        (*[torch.randn(64, 64)] * 2, None, None, "swish_norm", 256, 1e-5, *[torch.float32] * 2, True, True, False,
+         False),
     ),
     "HardSwish in FP8 alone": (
         loka.gemm_norm_activation.default,
-        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "hardswish", 256, 1e-5, *[torch.bfloat16] * 2, True, False, False, True),
+        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "hardswish", 256, 1e-5, *[torch.bfloat16] * 2, True, False, False,
+         True),
     ),
 }  # fmt: skip
 

@@ -52,7 +52,8 @@ def test_grad_weights_of_one_shape_are_one_launch() -> None:
 @pytest.mark.usefixtures("_emit_on_cpu")
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
 def test_a_padded_batch_is_in_no_group() -> None:
-    """Its operands are Inductor's, which keeps no strides for a list: on an H200 a grad_weight was wrong by a factor."""
+    """Its operands are Inductor's, which keeps no strides for a list:
+    on an H200 a grad_weight was wrong by a factor."""
     torch.manual_seed(0)
     model = layers(512)
     x, grad = torch.randn(199, 512).bfloat16(), torch.randn(199, 512).bfloat16() / 64

@@ -1,4 +1,5 @@
-"""AMD's FP8 format and Blackwell's MX scales: formats, layouts and who is chosen where. In emulation: no such GPU here."""
+"""AMD's FP8 format and Blackwell's MX scales: formats, layouts and who is chosen where.
+In emulation: no such GPU here."""
 
 import types
 

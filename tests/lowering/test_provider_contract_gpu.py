@@ -26,7 +26,8 @@ REFUSED = {
     "fbgemm:blockwise": "xxxxxxxxxx....x", "fbgemm:blockwise_128x128": "x.xxxxxx.......",
     "deepgemm:blockwise": "x.xxxxxx.......", "deepgemm:blockwise_1x128": "x.xxxxxx.......",
     "torchao:blockwise": "xxxxxxxxxxxxx.x", "torchao:blockwise_1x128": "xxxxxxxxxxxxx.x",
-    "torch_mx:mxfp8": "xxxxxxxxxx....x", "torch_rocm:tensorwise_fnuz": "xxxxxxxx.x....x", "torch_rocm:rowwise_fnuz": "xxxxxxxx.x....x",
+    "torch_mx:mxfp8": "xxxxxxxxxx....x", "torch_rocm:tensorwise_fnuz": "xxxxxxxx.x....x",
+    "torch_rocm:rowwise_fnuz": "xxxxxxxx.x....x",
     **{f"triton:{name}": "x.xxxxxx......." for name in get_provider("triton").recipes},
     **{f"emulated:{name}": "..............." for name in get_provider("emulated").recipes},
 }  # fmt: skip

@@ -23,7 +23,8 @@ def operand(m, n, dtype, device):
 
 
 def same(found, expected):
-    """To the bit on a CPU. On a GPU torch divides by a number by multiplying with its inverse: the last bit may differ."""
+    """To the bit on a CPU. On a GPU torch divides by a number by multiplying with its inverse:
+    the last bit may differ."""
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
         a, b = (t.float().nan_to_num(nan=-1.0, posinf=3e38) for t in (one, other))

@@ -87,7 +87,11 @@ def test_only_zeros_that_nothing_reads():
     assert [t.shape for t in (first, second, scalar)] == [(4,), (3, 5), ()]
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert (second.data_ptr() - first.data_ptr()) % ALIGNMENT_BYTES == 0
-    assert not (first.any() or second.any() or scalar.any() or zeros.any() or other.any())
+    assert not first.any()
+    assert not second.any()
+    assert not scalar.any()
+    assert not zeros.any()
+    assert not other.any()
     assert ones.all()
     assert empty.numel() == 0
     assert other.dtype == bf16

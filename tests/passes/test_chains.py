@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,17 +25,18 @@ class Block(nn.Module):
         return self.then(h, self.norm(h))
 
 
+SILU, SIGMOID = nn.SiLU(), nn.Sigmoid()
 SWISH = {
     "F.silu": lambda h, y: F.silu(y),
     "F.silu inplace": lambda h, y: F.silu(y, inplace=True),
-    "nn.SiLU": lambda h, y, act=nn.SiLU(): act(y),
+    "nn.SiLU": lambda h, y, act=SILU: act(y),
     "x * torch.sigmoid(x)": lambda h, y: y * torch.sigmoid(y),
     "torch.sigmoid(x) * x": lambda h, y: torch.sigmoid(y) * y,
     "x * x.sigmoid()": lambda h, y: y * y.sigmoid(),
     "x.sigmoid() * x": lambda h, y: y.sigmoid() * y,
     "x.mul(F.sigmoid(x))": lambda h, y: y.mul(F.sigmoid(y)),
     "torch.mul": lambda h, y: torch.mul(torch.sigmoid(y), y),
-    "nn.Sigmoid": lambda h, y, act=nn.Sigmoid(): y * act(y),
+    "nn.Sigmoid": lambda h, y, act=SIGMOID: y * act(y),
 }
 
 
@@ -104,7 +107,7 @@ def test_functional_norms_match_like_modules():
             x = F.silu(F.layer_norm(self.a(x), (256,)))
             return F.rms_norm(self.b(x), [256], eps=0.25)
 
-    gm, report = run(M(), torch.randn(3, 16), mods=MODS)
+    gm, _ = run(M(), torch.randn(3, 16), mods=MODS)
     assert ops(gm) == ["linear", "block_norm", "hardswish", "linear", "block_norm"]
     assert [x.args[2] for x in gm.graph.nodes if x.target is torch.ops.loka.block_norm.default] == [1e-5, 0.25]
 
@@ -194,7 +197,8 @@ def test_refusal_names_the_source_line():
             return self.lin(self.norm(x))  # the line
 
     _, report = run(M(), torch.randn(3, 16), mods=MODS)
-    line = next(i for i, text in enumerate(open(__file__), 1) if "# the line" in text and "in text" not in text)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "# the line" in text and "in text" not in text)
     assert report.refusals[0].source == f"{__file__}:{line}"
 
 
@@ -202,7 +206,7 @@ def test_dropout_of_zero_and_casts_do_not_break_a_chain():
     model = LinearThen(
         lambda m, h, x: F.silu(m.norm(F.dropout(h.float(), 0.0, True)).contiguous()), norm=nn.LayerNorm(256)
     )
-    gm, report = run(model, torch.randn(3, 16))
+    gm, _ = run(model, torch.randn(3, 16))
     assert "layer_norm" not in ops(gm)
     assert "silu" not in ops(gm)
 

@@ -1,8 +1,8 @@
 """Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
-bounds M, N, K, M * N or the number of 128x256 output tiles. A kernel may name no configuration for a shape: then it is not
-used there, because it was not faster than its parts.
+bounds M, N, K, M * N or the number of 128x256 output tiles. A kernel may name no configuration for a shape: then it is
+not used there, because it was not faster than its parts.
 """
 
 from __future__ import annotations

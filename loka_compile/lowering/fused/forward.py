@@ -35,7 +35,8 @@ aten = torch.ops.aten
 
 
 def fuse(graph: fx.Graph, report: Report) -> int:
-    """Fuse every GEMM with the BlockNorm behind it, and a residual between them; returns how many were fused. ``graph`` is changed in place.
+    """Fuse every GEMM with the BlockNorm behind it, and a residual between them; returns how many were fused.
+    ``graph`` is changed in place.
 
     To run in ``post_grad_custom_pre_pass``, on forward and backward graphs (under activation checkpointing the backward
     recomputes the forward with the same kernels), before what is left of BlockNorm is decomposed.

@@ -1,7 +1,7 @@
 """Puts a layer's grad_input GEMM and the gradient of the layer below into one kernel (joint graph, after the others).
 
-``loka::block_norm_backward_fp8`` of what an FP8 GEMM made, and nothing else reads, becomes ``loka::grad_input_fp8`` where
-all tiles of the GEMM are resident at once (``data/fused_h200.json`` names the shapes).
+``loka::block_norm_backward_fp8`` of what an FP8 GEMM made, and nothing else reads, becomes ``loka::grad_input_fp8``
+where all tiles of the GEMM are resident at once (``data/fused_h200.json`` names the shapes).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from loka_compile.report import Report
 aten = torch.ops.aten
 
 LIBRARY.define(
-    "grad_input_fp8(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor y, Tensor rstd, Tensor state, int block, "
-    "bool hardswish, ScalarType dtype, bool fast, bool with_q, bool with_qt, bool with_xt) "
+    "grad_input_fp8(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor y, Tensor rstd, Tensor state, "
+    "int block, bool hardswish, ScalarType dtype, bool fast, bool with_q, bool with_qt, bool with_xt) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

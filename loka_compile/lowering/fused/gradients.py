@@ -158,7 +158,8 @@ def _kept(graph: fx.Graph, y: fx.Node, save_fp8: bool) -> fx.Node:
 
 
 def _in_fp8(graph: fx.Graph, y: fx.Node) -> fx.Node:
-    """y times 16 in e4m3, right behind y: a part of the forward, and of its kernel. BlockNorm's output is at most 16."""
+    """y times 16 in e4m3, right behind y: a part of the forward, and of its kernel.
+    BlockNorm's output is at most 16."""
     with graph.inserting_before(y.next):
         (wide,) = emit(graph, y, torch.ops.prims.convert_element_type.default, (y, torch.float32))
         (scaled,) = emit(graph, y, aten.mul.Tensor, (wide, 16.0))

@@ -1,7 +1,7 @@
 """The grad_weight GEMMs of narrow layers in one launch (joint graph).
 
-One of them fills an eighth of an H200, and nothing in the backward waits for it. So those of one shape wait for each other
-and run together. What it costs is that their operands live until the last one is there.
+One of them fills an eighth of an H200, and nothing in the backward waits for it. So those of one shape wait for each
+other and run together. What it costs is that their operands live until the last one is there.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def _key(node: fx.Node) -> Any:
 
 
 def _is_a_kernels(operand: fx.Node) -> bool:
-    """Whether one of our kernels writes the operand, or the graph is given it. What Inductor writes, such as a padded batch, has the layout that
-    Inductor likes: it keeps no strides for operands in a list (torch 2.11, ``constrain_to_fx_strides``)."""
+    """Whether one of our kernels writes the operand, or the graph is given it. What Inductor writes, such as a padded
+    batch, has the layout that Inductor likes: it keeps no strides for operands in a list (torch 2.11,
+    ``constrain_to_fx_strides``)."""
     while is_call(operand, *ALIAS, aten.permute.default, aten.t.default):
         operand = operand.args[0]  # type: ignore[assignment]
     source = operand.args[0] if is_call(operand, operator.getitem) else None

@@ -55,7 +55,8 @@ def flat_shape(shape: Sequence[Any]) -> list[Any]:
 
 
 def shape_to_view(shape: Sequence[Any]) -> list[Any] | None:
-    """Sizes to view a tensor with that has as many elements as ``shape``: -1 stands for a moving one; None if two move."""
+    """Sizes to view a tensor with that has as many elements as ``shape``: -1 stands for a moving one;
+    None if two move."""
     moving = [size for size in shape if not isinstance(size, int)]
     return None if len(moving) > 1 else [size if isinstance(size, int) else -1 for size in shape]
 

@@ -1,7 +1,8 @@
 """Operators whose kernel's programs meet (:mod:`loka_compile.kernels.grid_barrier`); elsewhere their plain-torch twins.
 
     meeting_state            the zeros that the kernels of a graph meet with, one after another
-    block_norm_backward_fp8  gradient through HardSwish and BlockNorm in FP8, both layouts, with the activation's transpose
+    block_norm_backward_fp8  gradient through HardSwish and BlockNorm in FP8, both layouts, with the activation's
+                             transpose
 
 Functional to whoever looks: the state is zero before and after.
 """

@@ -1,12 +1,13 @@
 """Source of the fused GEMM's Triton template (Jinja; Inductor fills in sizes, loads and the epilogue).
 
-BlockNorm is in the body because Inductor never fuses a reduction behind a template, SwishNorm's gate because it needs the
-value in front of the norm as well, and FP8 in 1x128 blocks because their scales are reductions too. What follows pointwise
-(HardSwish, residual, casts, the FP8 quantisation with a fixed scale) Inductor adds to ``store_output`` itself.
+BlockNorm is in the body because Inductor never fuses a reduction behind a template, SwishNorm's gate because it needs
+the value in front of the norm as well, and FP8 in 1x128 blocks because their scales are reductions too. What follows
+pointwise (HardSwish, residual, casts, the FP8 quantisation with a fixed scale) Inductor adds to ``store_output``
+itself.
 
-ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the template's
-output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With scales in
-blocks the accumulator is held as in ``kernels/block_scales.py``.
+ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the
+template's output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With
+scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
 
 ``split_template.py`` makes of the same pieces the template whose programs share a tile.
 """

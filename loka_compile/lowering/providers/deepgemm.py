@@ -1,7 +1,8 @@
 """DeepGEMM: 1x128 with 128x128 scales (bf16 result), and 1x128 with 1x128 (fp32 result, for weight gradients).
 
 The library compiles a kernel at the first call of each variant (3 to 5.5 s on an H200), which is refused during a
-CUDA-graph capture: call each shape once before capturing. ``torch.compile(mode="reduce-overhead")`` does that by itself.
+CUDA-graph capture: call each shape once before capturing. ``torch.compile(mode="reduce-overhead")`` does that by
+itself.
 
 Facts: sgl-deep-gemm 0.1.5.post1 with apache-tvm-ffi 0.1.11, and the public sources of DeepGEMM at 54e2261.
 """

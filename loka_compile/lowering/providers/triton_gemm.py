@@ -74,7 +74,8 @@ def launch_scaled_gemm(
 
     Args:
         a: [m, k] FP8, contiguous; ``b`` [n, k] likewise.
-        a_scale: fp32: [] (tensorwise), [m, 1] (rowwise), [m, ceil(k/128)] or [ceil(m/128), ceil(k/128)], of any strides.
+        a_scale: fp32: [] (tensorwise), [m, 1] (rowwise), [m, ceil(k/128)] or [ceil(m/128), ceil(k/128)], of any
+            strides.
         b: see ``a``.
         b_scale: see ``a_scale``.
         recipe: name of one of the provider's recipes.
