@@ -36,8 +36,8 @@ ARGUMENTS = """\
     width = GROUP_M * grid_n
 """
 
-# Programmatic dependent launch: the kernel starts while the one before it ends, and waits here before it reads or writes.
-# The next kernel may start as soon as all programs of this one run.
+# Programmatic dependent launch: the kernel starts while the one before it ends, and waits here before it reads or
+# writes. The next kernel may start as soon as all programs of this one run.
 WAIT = """\
     {% if PDL %}
     tl.extra.cuda.gdc_wait()
@@ -96,8 +96,8 @@ a_ptr += BLOCK_K * stride_ak
 b_ptr += BLOCK_K * stride_bk
 """
 
-# Behind the wait, because they are built in memory: the scratch of a launch is freed when it is queued, and so is that of
-# the next launch, or of the one in front, which still reads its own descriptors there.
+# Behind the wait, because they are built in memory: the scratch of a launch is freed when it is queued, and may be that
+# of the launch in front, which still reads its own descriptors there.
 DESCRIPTORS = """\
     a_desc = tl.make_tensor_descriptor(A, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K])
     b_desc = tl.make_tensor_descriptor(B, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
