@@ -46,13 +46,12 @@ wheel: $(STAMP)  ## build the wheel into dist/
 
 install: $(STAMP)  ## only make the environment
 
-$(STAMP): pyproject.toml Makefile tests/packages.txt
+$(STAMP): pyproject.toml Makefile
 	@echo "installing $(TORCH), $(TRITON) and the project into $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "$(TORCH)"
 	@$(PIP) --no-deps "$(TRITON)"
 	@$(PIP) --editable ".[dev,models]"
-	@$(PIP) --no-deps --requirement tests/packages.txt || echo "tests of other packages' models will be skipped"
 	@touch $@
 
 clean:  ## remove the environment and what builds left behind

@@ -1,6 +1,9 @@
 """Models of maintained packages under backend="loka": one graph, the expected chains, gradients for all.
 
-`make test` installs them (tests/packages.txt); skipped where that cannot be done.
+Skipped where the packages are absent; the versions that go with torch 2.13 on a CPU:
+
+    pip install fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions torch-rechub
+    pip install --no-deps torchrec==1.9.2
 """
 
 from __future__ import annotations
