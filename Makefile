@@ -25,8 +25,9 @@ help:  ## list the commands
 demo: $(STAMP)  ## train the small Wukong twice, fp32 eager and backend="loka", and compare
 	$(BIN)/python -m examples.demo $(ARGS)
 
+# Files in their order: sorted by their number of tests, the last would be one of few and long ones, on one core alone.
 test: $(STAMP) lint  ## ruff, mypy and the CPU tests
-	$(QUIET_CORES) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
+	$(QUIET_CORES) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Nothing is installed here: a GPU machine brings its own torch, and the checkout is imported as it stands.
 test-gpu:  ## the tests that need a CUDA device, with the torch of $(PYTHON)
