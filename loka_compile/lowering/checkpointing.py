@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from loka_compile.lowering.fused.match import Quantise, quantisations
+from loka_compile.lowering.fused.match import Quantise, quantisations, rows
 
 #: What the partitioner reads: the region that a node is in, and what is to become of it.
 _TAGS = ("ac_graph_id", "recompute")
@@ -19,20 +19,23 @@ _TAGS = ("ac_graph_id", "recompute")
 
 def keep_fp8_between_regions(graph: fx.Graph) -> None:
     """Put tensorwise quantisations of the forward into the region of what they quantise.
-    On the joint graph, in place."""
+
+    To run on the joint graph; ``graph`` is changed in place.
+    """
     for q in list(quantisations(graph)):
-        if q.source.op != "placeholder" and q.node.meta.get("partitioner_tag") != "is_backward":
-            _join_producer(q)
+        producer = rows(q.source)  # a view [M, N] of [..., N] is in the reader's region
+        if producer.op != "placeholder" and q.node.meta.get("partitioner_tag") != "is_backward":
+            _join(q, producer)
 
 
-def _join_producer(q: Quantise) -> None:
+def _join(q: Quantise, producer: fx.Node) -> None:
     waiting = [q.node] if q.scale is None else [q.node, q.scale]
     while waiting:
         node = waiting.pop()
-        if node is q.source:
+        if node is producer:
             continue
         for tag in _TAGS:
             node.meta.pop(tag, None)
-            if tag in q.source.meta:
-                node.meta[tag] = q.source.meta[tag]
+            if tag in producer.meta:
+                node.meta[tag] = producer.meta[tag]
         waiting.extend(node.all_input_nodes)

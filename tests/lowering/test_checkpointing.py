@@ -53,9 +53,12 @@ def gradients_of(model: nn.Module, x: Tensor, grad: Tensor, recipe: str) -> tupl
     return out.detach(), found, reports()[-1].graph("backward")
 
 
+@pytest.mark.parametrize("batch", [(64,), (4, 16)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_fast"])
-def test_recomputing_changes_no_bit(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_changes_no_bit(
+    recipe: str, fused: bool, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     provider = get_provider("torch")
     if reason := provider.supported(provider.recipe(recipe), "cpu"):
         pytest.skip(reason)
@@ -66,7 +69,7 @@ def test_recomputing_changes_no_bit(recipe: str, fused: bool, monkeypatch: pytes
     plain = Layers().bfloat16()
     recomputed = copy.deepcopy(plain)
     recomputed.__class__ = Checkpointed
-    x, grad = torch.randn(64, 256).bfloat16(), torch.randn(64, 256).bfloat16() / 64
+    x, grad = torch.randn(*batch, 256).bfloat16(), torch.randn(*batch, 256).bfloat16() / 64
     out, expected, _ = gradients_of(plain, x, grad, recipe)
     again, found, code = gradients_of(recomputed, x, grad, recipe)
     assert torch.equal(again, out)
@@ -76,4 +79,4 @@ def test_recomputing_changes_no_bit(recipe: str, fused: bool, monkeypatch: pytes
     arguments = code.split("def forward")[1].split("\n")[0]
     # Kept are the operands of the second and third layer in FP8; in bf16 there are the input and the gradient alone.
     assert arguments.count('"f8e4m3fn[64, 256]"') == 2
-    assert arguments.count('"bf16[64, 256]"') == 2
+    assert arguments.count(f'"bf16[{", ".join(map(str, (*batch, 256)))}]"') == 2
