@@ -42,3 +42,9 @@ def fp8_linear(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor, sw: torch.Ten
     """x [M, K] and w [N, K] in FP8."""
     out_dtype, fast = more.get("out_dtype", torch.bfloat16), more.get("fast", True)
     return aten._scaled_mm.default(x, w.t(), sx, sw, None, None, out_dtype, fast)
+
+
+def relative(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+    """Relative Frobenius error of ``found``."""
+    assert found is not None
+    return ((found.double() - expected).norm() / expected.norm()).item()

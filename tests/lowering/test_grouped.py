@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fused_graphs import E4M3, aten, fp8_linear, targets, trace
-from test_fused_joint import BF16, F32, FP8, _emit_on_cpu, fp64_gradients, layers, plan_of, relative  # noqa: F401
+from fused_graphs import E4M3, aten, fp8_linear, relative, targets, trace
+from test_fused_models import FP8, fp64_gradients, layers, plan_of
 
 from loka_compile.lowering.fused import grouped
 from loka_compile.lowering.fused.match import sort_topologically
 from loka_compile.report import Report, reports
+
+BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
