@@ -23,6 +23,7 @@ from loka_compile.config import LokaConfig
 from loka_compile.lowering.checkpointing import keep_fp8_between_regions
 from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
 from loka_compile.lowering.fused.forward import fuse
+from loka_compile.lowering.fused.inputs import quantise_inputs
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
 from loka_compile.lowering.zero_gradients import share_zero_gradients
@@ -115,6 +116,7 @@ class PostGradPass(CustomGraphPass):
         low.ran.append(half)
         if low.config.fuse:
             fuse(graph, low.report)
+            quantise_inputs(graph, low.report)
         decompose(graph)
         if half == "backward":
             share_zero_gradients(graph)

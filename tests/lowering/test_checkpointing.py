@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loka_compile.lowering.fused import gradients, grouped, joint, product
+from loka_compile.lowering.fused import gradients, grouped, inputs, joint, product
 from loka_compile.lowering.providers import get_provider
 from loka_compile.plan import Decision, Plan
 from loka_compile.report import reports
@@ -63,7 +63,7 @@ def test_recomputing_changes_no_bit(
     if reason := provider.supported(provider.recipe(recipe), "cpu"):
         pytest.skip(reason)
     if fused:  # Emit the operators; on a CPU Inductor calls their twins.
-        for module in (product, gradients, grouped, joint):
+        for module in (product, gradients, grouped, inputs, joint):
             monkeypatch.setattr(module, "on_this_device", lambda value: "")
     torch.manual_seed(0)
     plain = Layers().bfloat16()

@@ -123,6 +123,29 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
             assert relative(parameter.grad, gradients[name]) < 0.026 * 16**0.5 * 1.5
 
 
+@pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("batch", [1, 64])
+def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
+    import torch._inductor.config as inductor_config
+
+    torch.manual_seed(0)
+    chain, head = layers(384), nn.Linear(384, 1).bfloat16()
+    x = torch.randn(batch, 384).bfloat16()
+    expected, _ = fp64_gradients(chain, x, torch.zeros(batch, 384))
+    expected = F.linear(expected, head.weight.double(), head.bias.double()).detach()
+    # The head's bias is a constant that stands in front of the graph's input.
+    model = nn.Sequential(*chain, head).eval().requires_grad_(False)
+    options = {"plan": plan_of(chain, FP8, FP8), "inspect": True}
+    with torch.no_grad(), inductor_config.patch(freezing=True):
+        out = torch.compile(model, backend="loka", options=options)(x)
+    assert relative(out, expected) < 0.026 * 6**0.5 * 1.5 * 2  # of outputs of both signs
+    report = reports()[-1]
+    assert report.graph("forward").count("quantize_weights.default(") == 1
+    assert "aten.amax" not in report.graph("forward")
+    assert any("of an input in two kernels" in line for line in report.fusions)
+
+
 class WideNorm(nn.Module):
     """What autocast makes of layers on a GPU: GEMMs in bf16, norms in fp32 (on a CPU it leaves norms in bf16)."""
 
