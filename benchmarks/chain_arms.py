@@ -47,13 +47,16 @@ def modded(model: nn.Sequential) -> nn.Sequential:
 
 
 def plan_of(model: nn.Module, first: str, rest: str) -> Plan:
-    """``first`` is the candidate of the first layer, ``rest`` of the others."""
+    """``first`` is the candidate of the first layer, ``rest`` of the others; grad_weight sums over the batch in fp32,
+    as in every plan that is made (and in torchao)."""
     decisions, seen = [], 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             for role in ("forward", "grad_input", "grad_weight"):
                 candidate = first if seen == 0 else rest
                 provider, recipe = candidate.split(":")
+                if role == "grad_weight":
+                    recipe = recipe.removesuffix("_fast")
                 decisions.append(Decision(f"{name}#0", role, provider, recipe, "benchmark", None, None, ()))
             seen += 1
     return Plan(tuple(decisions))
@@ -135,6 +138,15 @@ def arms(
     if "N" in wanted:
         made["E no FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, high))
     return made
+
+
+def bare(fp8: bool, xs: Sequence[torch.Tensor], weight: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+    """cuBLASLt's GEMM alone, on operands that are in its dtype already: what fusion can reach at most."""
+    if not fp8:
+        return [lambda x=x: x @ weight.t() for x in xs]
+    one, w = torch.ones((), device=DEVICE), weight.to(torch.float8_e4m3fn)
+    qs = [x.to(torch.float8_e4m3fn) for x in xs]
+    return [lambda q=q: torch._scaled_mm(q, w.t(), one, one, None, None, torch.bfloat16, True) for q in qs]
 
 
 def step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor | None) -> Callable[[], object]:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from _timing import measure  # noqa: E402
-from chain_arms import DEVICE, BlockNorm, loka, original, plan_of, step  # noqa: E402
+from chain_arms import DEVICE, BlockNorm, bare, loka, original, plan_of, step  # noqa: E402
 
 BATCH = 1024
 PAIRS = ((512, 512), (7680, 256), (4096, 2048), (256, 7680), (2560, 4096), (256, 256), (7680, 512), (2048, 4096),
@@ -35,6 +35,8 @@ LOKA = {
     "FP8 + fusion, rowwise": "torch:rowwise_fast",
     "fusion alone": "high_precision:native",
 }
+#: cuBLASLt's GEMM alone, which bounds the layer from below; in FP8 on an input that is in FP8 already.
+BARE = {"bare GEMM, bf16": False, "bare GEMM, FP8": True}
 
 
 def stages(k: int, n: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -66,6 +68,8 @@ def calls_of(k: int, n: int, batch: int = BATCH) -> dict[str, list[Callable[[], 
     for label, candidate in LOKA.items():
         compiled = loka(copy.deepcopy(model), plan_of(model, candidate, candidate), freeze_weights=True)
         calls[label] = [step(compiled, x, None) for x in xs]
+    for label, fp8 in BARE.items():
+        calls[label] = list(bare(fp8, xs, model[0].weight.data))
     return calls
 
 

@@ -12,9 +12,7 @@ interleaved, inputs rotated past the L2. Each shape compiles in a process of its
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +25,8 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from _timing import capture, copies_past_l2, measure_graphs  # noqa: E402
+from _at_once import MEASURING, keep, measure_alone, run_shapes  # noqa: E402
+from _timing import capture, copies_past_l2  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
 from loka_compile.kernels import gemm_block_norm, tile_parts  # noqa: E402
@@ -199,14 +198,9 @@ def one_shape(index: int, folder: Path, end: float) -> None:
     lowerings.register()
     lines: list[str] = []
     shape = Shape(*SHAPES[index], lines.append)
-    shape.compile_all(3 * index, end - 15)
-    (folder / f"{index}.ready").touch()
-    while len(list(folder.glob("*.ready"))) < len(SHAPES) and time.time() < end - 12:
-        time.sleep(0.1)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        times = measure_graphs(shape.graphs, rounds=15)
-    (folder / f"{index}.json").write_text(json.dumps({"us": times, "log": lines}))
+    shape.compile_all(3 * index, end - MEASURING)
+    times = measure_alone(shape.graphs, folder, index, len(SHAPES), end)
+    keep(folder, index, {"us": times, "log": lines})
 
 
 def main() -> None:
@@ -221,26 +215,13 @@ def main() -> None:
     if options.shape is not None:
         one_shape(options.shape, folder, options.end)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("*.ready"), *folder.glob("*.json")):
-        old.unlink()
-    end = time.time() + options.seconds
-    running = []
-    for i in range(len(SHAPES)):
-        command = [sys.executable, __file__, "--out", str(options.out), "--shape", str(i), "--end", str(end)]
-        running.append(subprocess.Popen(command))
-    for process in running:
-        try:
-            process.wait(max(1.0, end - time.time()))
-        except subprocess.TimeoutExpired:
-            process.kill()
     results: dict[str, Any] = {"versions": machine.describe(), "command": " ".join(sys.argv), "us": {}}
-    for i, (kind, m, k, n) in enumerate(SHAPES):
-        part, name = folder / f"{i}.json", f"{str(kind).removeprefix('torch.')} M {m} K {k} N {n}"
-        if not part.exists():
+    parts = run_shapes(__file__, options.out, folder, len(SHAPES), options.seconds)
+    for (kind, m, k, n), found in zip(SHAPES, parts, strict=True):
+        name = f"{str(kind).removeprefix('torch.')} M {m} K {k} N {n}"
+        if found is None:
             print(f"{name}: not measured in time")
             continue
-        found = json.loads(part.read_text())
         results["us"][name] = found["us"]
         print(name, *found["log"], sep="\n")
         for arm, us in sorted(found["us"].items(), key=lambda item: (item[0].startswith("twin"), item[1])):

@@ -46,7 +46,8 @@ class Recipe:
     """How one GEMM is computed in FP8: scaling and dtype of each operand, and how products are accumulated.
 
     ``fast_accum`` leaves partial sums in the tensor core's reduced-precision accumulator; without it they are
-    promoted to fp32 every 128 products. The two are recipes of their own because their errors differ.
+    promoted to fp32 every 128 products. The two are recipes of their own because their errors differ; the name of one
+    with fast accumulation ends in ``_fast``, so that files which know names alone tell them apart (:func:`is_fast`).
     """
 
     name: str
@@ -79,6 +80,11 @@ MXFP8 = Recipe("mxfp8", Scaling.BLOCK_1X32, Scaling.BLOCK_1X32)
 _FNUZ = "float8_e4m3fnuz"
 TENSORWISE_FNUZ = Recipe("tensorwise_fnuz", Scaling.TENSORWISE, Scaling.TENSORWISE, a_dtype=_FNUZ, b_dtype=_FNUZ)
 ROWWISE_FNUZ = Recipe("rowwise_fnuz", Scaling.ROWWISE, Scaling.ROWWISE, a_dtype=_FNUZ, b_dtype=_FNUZ)
+
+
+def is_fast(recipe: str) -> bool:
+    """Whether the recipe of this name has fast accumulation."""
+    return recipe.endswith("_fast")
 
 
 @dataclass(frozen=True)

@@ -346,3 +346,20 @@ def test_neighbours_that_read_one_output_save_it_together():
     rows = [dataclasses.replace(r, gemm_us=14.0) if r.recipe == "tensorwise" else r for r in rows]
     assert recipes(Table(Header(same={"c#0 input": "b#0 input"}), rows), min_speedup=1.0) == ["native"] * 2
     assert recipes(Table(Header(), rows), min_speedup=1.0) == ["tensorwise"] * 2
+
+
+def test_grad_weight_sums_over_the_batch_without_fast_accumulation():
+    """Measured in training (docs/models.md): only there does it move the log loss."""
+    rows = []
+    for role in ROLES:
+        for recipe, us in (("tensorwise", 6.0), ("tensorwise_fast", 5.0)):
+            rows.append(Measurement(
+                "a", role, 64, 64, 8, 16, "bfloat16", "torch", recipe, mere=0.1, gemm_us=us, baseline_us=20.0,
+                quantize_us=1.0,
+            ))  # fmt: skip
+    plan = make_plan(Table(Header(), rows))
+    assert chosen(plan) == {
+        ("a", "forward"): "tensorwise_fast", ("a", "grad_input"): "tensorwise_fast", ("a", "grad_weight"): "tensorwise",
+    }  # fmt: skip
+    refused = {v.candidate: v.reason for d in plan.decisions if d.role == "grad_weight" for v in d.verdicts}
+    assert "sums over the batch" in refused["torch:tensorwise_fast"]

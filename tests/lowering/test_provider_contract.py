@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from loka_compile.errors import UnknownNameError
-from loka_compile.gemm import NATIVE, ROWWISE, Gemm, Recipe, Role, Scaling
+from loka_compile.gemm import NATIVE, ROWWISE, Gemm, Recipe, Role, Scaling, is_fast
 from loka_compile.lowering.providers import available_providers, get_provider
 from tests.lowering.contract import CASES, IDS, NAMES, SHAPES, check, operand, stored, usable
 
@@ -261,6 +261,12 @@ def test_every_recipe_has_an_emulation_unless_it_accumulates_fast():
     for name in NAMES:
         for recipe in get_provider(name).recipes.values():
             assert recipe == NATIVE or recipe.fast_accum or emulated[recipe.name] == recipe
+
+
+def test_the_name_of_a_recipe_says_whether_it_accumulates_fast():
+    for name in NAMES:
+        for recipe in get_provider(name).recipes.values():
+            assert recipe.fast_accum == is_fast(recipe.name)
 
 
 def test_names():

@@ -1,8 +1,8 @@
 """Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
-bounds M, N, K, M * N or the number of 128x256 output tiles. A kernel may name no configuration for a shape: then it is
-not used there, because it was not faster than its parts.
+bounds M, N, K, M * N or the number of 128x256 output tiles. Where no rule holds, or the first that holds says "apart",
+the kernel is not used, because it was not faster than its parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) 
     for rule in _rules()[kernel]:
         when = rule.get("when", {})
         if all(low <= sizes[name] <= high for name, (low, high) in when.items()):
-            return rule
+            return None if rule.get("apart") else rule
     return None
 
 
