@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from loka_compile.passes import autocast
 from loka_compile.passes.base import Changes, Match, PassContext, Refusal, source_line
@@ -40,8 +41,8 @@ _PROMOTING = frozenset({
 _PROMOTING_KINDS = frozenset({*_ACTIVATIONS, "dropout"})
 _VIEWS = frozenset({
     operator.getitem, torch.reshape, torch.flatten, torch.transpose, torch.permute, torch.squeeze, torch.unsqueeze,
-    torch.t, "view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "t",
-    "contiguous",
+    torch.t, torch.chunk, torch.split, torch.unbind, "view", "reshape", "flatten", "unflatten", "transpose", "permute",
+    "squeeze", "unsqueeze", "t", "contiguous", "chunk", "split", "unbind",
 })  # fmt: skip
 
 
@@ -71,8 +72,8 @@ class _Rounding:
 
     def _round(self, end: fx.Node, norm: fx.Node) -> None:
         """Put the cast behind the norm and its activation, if that makes anything but a GEMM's own cast narrower."""
-        value = _value(end)
-        if value is None or value.dtype != torch.float32 or end in self.narrow:
+        value = end.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or end in self.narrow:
             return
         dtype = autocast.at(self.states[norm], value.device.type)
         if dtype not in _CASTS or not autocast.widens(norm, value.device.type):
@@ -188,7 +189,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _value(node: Any) -> torch.Tensor | None:
+    """The recorded value, or the first of the pieces that ``chunk`` and the like return."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -202,4 +206,4 @@ def _cast(node: fx.Node, method: str, dtype: torch.dtype) -> fx.Node:
 
 def _record(node: fx.Node, like: fx.Node, dtype: torch.dtype) -> None:
     """Let a node's recorded value be that of ``like`` in another dtype."""
-    node.meta["example_value"] = like.meta["example_value"].detach().to(dtype)
+    node.meta["example_value"] = pytree.tree_map(lambda v: v.detach().to(dtype), like.meta["example_value"])

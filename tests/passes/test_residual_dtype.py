@@ -110,7 +110,8 @@ def test_the_stream_of_a_post_norm_model_is_16_bit(mods, norm):
     gm, report = rounded(PostNorm(3, norm), rows(), mods=mods)
     # Three activations go into a cat; of three outer norms the last one feeds a GEMM alone.
     assert report.count("residual_dtype") == 5
-    assert set(dtypes(gm)["cat"]) == set(dtypes(gm)["add"]) == {BF16}
+    assert set(dtypes(gm)["cat"]) == set(dtypes(gm)["add"]) == set(dtypes(gm)["getitem"]) - {torch.float32} == {BF16}
+    assert all(n.args[0].meta["example_value"].dtype == BF16 for n in gm.graph.nodes if n.target == "chunk")
     assert dtypes(gm)["bfloat16"] == [BF16] * 5
     assert "float" not in dtypes(gm)
     kinds = {m.kind for stage in report.stages if stage.name == "residual_dtype" for m in stage.matched}
