@@ -185,7 +185,7 @@ def _gates_its_own(mul: fx.Node, gate: fx.Node, norm: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     known = node.op in ("call_function", "call_method") and node.target in _VIEWS
-    return known and not any(isinstance(arg, torch.dtype) for arg in node.args)
+    return known and not any(isinstance(arg, torch.dtype) for arg in (*node.args, *node.kwargs.values()))
 
 
 def _value(node: Any) -> torch.Tensor | None:

@@ -211,6 +211,7 @@ def test_a_checkpointed_layer_runs_under_its_callers_autocast():
         lambda m, x: m.norm(m.linear(x)) > 0,
         lambda m, x: torch.softmax(m.norm(m.linear(x)), -1),
         lambda m, x: m.norm(m.linear(x)).view(torch.int32) + 1,
+        lambda m, x: m.norm(m.linear(x)).view(dtype=torch.int32) + 1,
     ],
 )
 def test_untouched(fn):
