@@ -67,6 +67,10 @@ ARMS: dict[str, Arm] = {
             twin="mods", figure=9),
         Arm("loka_unfused", "as loka, without fused kernels", "loka",
             options={"mods": "all", "table": "auto", "fuse": False}, twin="mods", figure=9),
+        Arm("mods16", "all Mods, bf16, residual stream in bf16", "loka",
+            options={"mods": "all", "table": "off", "residual_dtype": "autocast"}, twin="mods", figure=9),
+        Arm("loka16", "as loka, residual stream in bf16", "loka",
+            options={"mods": "all", "table": "auto", "residual_dtype": "autocast"}, twin="mods", figure=9),
     )
 }  # fmt: skip
 
@@ -127,6 +131,8 @@ def prepare(arm: Arm, base: TrainConfig, *, min_features: int, device: str) -> t
             return dataclasses.replace(config, backend="loka", options=arm.options, mode=None), None
         if arm.options.get("table") != "off":
             raise ValueError(f"arm {arm.name} needs a compiler: its plan is carried out by backend='loka'")
+        if "residual_dtype" in arm.options:
+            raise ValueError(f"arm {arm.name} needs a compiler: backend='loka' rounds its residual stream")
         return config, lambda dense: _apply_mods(dense, arm.options["mods"])
     return config, None
 

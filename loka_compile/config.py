@@ -35,6 +35,8 @@ class LokaConfig:
     block_size: int = 256
     #: Also drop the bias of the final prediction layers (they keep it by default, paper section III-B.1).
     remove_final_bias: bool = False
+    #: What a norm's result travels in under autocast: "model" (fp32, as autocast leaves it) or "autocast" (16 bits).
+    residual_dtype: str = "model"
     #: Measurements that the plan is made from: "auto", "off", a file, or a Table.
     table: str | os.PathLike[str] | Table = "auto"
     #: A finished plan (file or Plan); makes ``table`` superfluous.
@@ -77,6 +79,10 @@ class LokaConfig:
         )  # fmt: skip
         for name in ("remove_final_bias", "fuse", "save_fp8", "freeze_weights", "inspect"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _require(
+            self.residual_dtype in ("model", "autocast"),
+            "residual_dtype", self.residual_dtype, '"model" or "autocast"',
+        )  # fmt: skip
         check_limit("max_mere", self.max_mere)
         check_limit("min_speedup", self.min_speedup)
         object.__setattr__(self, "per_site", overrides(self.per_site))  # hashable, like the rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,30 @@ def compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor_cache"))
     with inductor_config.patch(fx_graph_cache=True), functorch_config.patch(enable_autograd_cache=True):
         yield tmp_path / "inductor_cache"
+
+
+@pytest.fixture
+def norms_in_fp32() -> Iterator[None]:
+    """CUDA's rule for norms under the CPU's autocast, which has none: they run in fp32 and return fp32.
+
+    Dynamo then records, AOTAutograd traces and the CPU computes what a GPU would.
+    """
+    import loka_compile.ops  # noqa: F401  (defines torch.ops.loka)
+
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) else value
+
+    def in_fp32(op: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+                return op(*map(wide, args))
+
+        return run
+
+    aten, loka = torch.library.Library("aten", "IMPL"), torch.library.Library("loka", "FRAGMENT")
+    aten.impl("layer_norm", in_fp32(torch.ops.aten.layer_norm), "AutocastCPU")
+    aten.impl("rms_norm", in_fp32(torch.ops.aten.rms_norm), "AutocastCPU")
+    loka.impl("block_norm", in_fp32(torch.ops.loka.block_norm), "AutocastCPU")
+    yield
+    aten._destroy()
+    loka._destroy()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loka_compile._compat.autocast import enter_autocast, exit_autocast, has_autocast_rule
 from loka_compile._compat.tracing import in_backward
 from loka_compile._compat.versions import check_torch
 from loka_compile.errors import LokaError, UnsupportedTorchError
@@ -253,6 +254,30 @@ def test_autocast_can_be_switched_off_whole():
         assert (a @ a).dtype is torch.bfloat16
         with torch._C._DisableAutocast():
             assert (a @ a).dtype is torch.float32
+
+
+def test_which_operators_autocast_has_a_rule_for():
+    """On CUDA, known without a GPU, it runs norms in fp32; on the CPU it leaves them alone."""
+    import loka_compile.ops  # noqa: F401  (defines torch.ops.loka)
+
+    norms = ("aten::layer_norm", "aten::rms_norm", "loka::block_norm")
+    assert all(has_autocast_rule(norm, "cuda") for norm in norms)
+    assert not any(has_autocast_rule(norm, device) for norm in norms for device in ("cpu", "meta"))
+    assert not has_autocast_rule("aten::add.Tensor", "cuda")
+
+
+def test_autocast_stands_in_dynamos_graph_as_a_pair():
+    def fn(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            return x @ x
+
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(fn, backend=lambda gm, _: graphs.append(gm.graph) or gm.forward)(torch.randn(2, 2))
+    nodes = list(graphs[0].nodes)
+    enter = next(n for n in nodes if n.target is enter_autocast)
+    assert enter.args[:3] == ("cpu", torch.bfloat16, False)
+    assert [n.args for n in nodes if n.target is exit_autocast] == [(enter,)]
 
 
 def test_a_backward_is_recognised_from_inside():

@@ -10,12 +10,14 @@ from loka_compile.passes.base import Changes, Match, Pass, PassContext, PassFn, 
 from loka_compile.passes.bias_removal import bias_removal
 from loka_compile.passes.block_norm import block_norm
 from loka_compile.passes.hard_swish import hard_swish
+from loka_compile.passes.residual_dtype import residual_dtype
 from loka_compile.passes.sites import sites
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("bias_removal", Tier.MODEL, bias_removal, __name__),
     Pass("block_norm", Tier.MODEL, block_norm, __name__),
     Pass("hard_swish", Tier.MODEL, hard_swish, __name__),
+    Pass("residual_dtype", Tier.NUMERICS, residual_dtype, __name__),
     Pass("sites", Tier.EXACT, sites, __name__),
 )
 

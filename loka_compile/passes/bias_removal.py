@@ -13,7 +13,7 @@ from torch import fx
 
 from loka_compile.passes.base import Changes, Match, PassContext, Refusal, source_line
 from loka_compile.passes.chains import Chain, find_chains
-from loka_compile.passes.nodes import GEMMS, argument, kind, subgraphs
+from loka_compile.passes.nodes import GEMMS, argument, callers, kind
 from loka_compile.passes.rewrite import anchor
 from loka_compile.passes.sites import name_sites
 
@@ -24,12 +24,12 @@ def bias_removal(gm: fx.GraphModule, ctx: PassContext) -> Changes:
     names = name_sites(gm)
     findings = find_chains(gm, ctx.config.block_size)
     ends = _chain_nodes(findings.chains)
-    callers = _callers(gm)
+    called_from = callers(gm)
     for linear, site in names.items():
         bias = argument(linear, 2, "bias")
         if kind(linear) != "linear" or not isinstance(bias, fx.Node):
             continue
-        if not ctx.config.remove_final_bias and _is_final(linear, ends, callers):
+        if not ctx.config.remove_final_bias and _is_final(linear, ends, called_from):
             changes.refused.append(
                 Refusal(
                     linear.name,
@@ -51,20 +51,7 @@ def _chain_nodes(chains: list[Chain]) -> set[fx.Node]:
     return {node for chain in chains for node in (chain.norm, chain.activation) if node is not None}
 
 
-def _callers(gm: fx.GraphModule) -> dict[fx.Graph, fx.Node]:
-    """Sub-graph -> the node that calls it (activation checkpointing)."""
-    callers = {}
-    for sub in subgraphs(gm):
-        for node in sub.graph.nodes:
-            for arg in node.args:
-                if isinstance(arg, fx.Node) and arg.op == "get_attr":
-                    body = getattr(sub, str(arg.target), None)
-                    if isinstance(body, fx.GraphModule):
-                        callers[body.graph] = node
-    return callers
-
-
-def _is_final(linear: fx.Node, ends: set[fx.Node], callers: dict[fx.Graph, fx.Node]) -> bool:
+def _is_final(linear: fx.Node, ends: set[fx.Node], called_from: dict[fx.Graph, fx.Node]) -> bool:
     """Whether a path leads from the layer to the output of the whole graph past no GEMM, norm or activation of ours."""
     seen: set[fx.Node] = set()
     stack = list(linear.users)
@@ -74,7 +61,7 @@ def _is_final(linear: fx.Node, ends: set[fx.Node], callers: dict[fx.Graph, fx.No
             continue
         seen.add(node)
         if node.op == "output":
-            caller = callers.get(node.graph)
+            caller = called_from.get(node.graph)
             if caller is None:
                 return True
             stack.extend(caller.users)

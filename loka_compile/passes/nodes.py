@@ -162,6 +162,19 @@ def subgraphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
             yield module
 
 
+def callers(gm: fx.GraphModule) -> dict[fx.Graph, fx.Node]:
+    """Sub-graph -> the node that calls it (activation checkpointing)."""
+    found = {}
+    for sub in subgraphs(gm):
+        for node in sub.graph.nodes:
+            for arg in node.args:
+                if isinstance(arg, fx.Node) and arg.op == "get_attr":
+                    body = getattr(sub, str(arg.target), None)
+                    if isinstance(body, fx.GraphModule):
+                        found[body.graph] = node
+    return found
+
+
 def _submodule(node: fx.Node) -> nn.Module | None:
     owner = node.graph.owning_module
     return None if owner is None else owner.get_submodule(str(node.target))

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from loka_compile.config import LokaConfig
+from loka_compile.config import MODS, LokaConfig
 from loka_compile.errors import ConfigError, DuplicateNameError, UnknownNameError
 from loka_compile.passes import DEFAULT_PASSES, Pass, PassFn, Tier
 
@@ -94,9 +94,9 @@ def snapshot(config: LokaConfig) -> tuple[Pass, ...]:
     for name in config.disable_passes:
         if name not in names:
             raise UnknownNameError("pass in option 'disable_passes'", name, names)
-    off = set(config.disable_passes) | {m for m in ("bias_removal", "block_norm", "hard_swish")} - set(
-        config.active_mods
-    )
+    off = set(config.disable_passes) | (set(MODS) - set(config.active_mods))
+    if config.residual_dtype == "model":
+        off.add("residual_dtype")
     return tuple(p for p in passes if p.name not in off)
 
 

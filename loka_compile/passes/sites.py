@@ -47,7 +47,7 @@ def name_sites(gm: fx.GraphModule) -> dict[fx.Node, str]:
             weight = learnt_weight(node, outer)
             if weight is None:
                 continue
-            name = _fqn(weight) or _module_path(node) or f"<root>:{node.name}"
+            name = _fqn(weight) or module_path(node) or f"<root>:{node.name}"
             names[node] = f"{name}#{calls[name]}"
             calls[name] += 1
     return names
@@ -138,7 +138,8 @@ def clean_source(name: str) -> str:
     return path.removeprefix("_orig_mod.").removeprefix("module.")
 
 
-def _module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
+    """FQN of the module that made this node, or "" if none did."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

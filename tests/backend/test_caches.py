@@ -180,7 +180,8 @@ def key(config=None, **changes):
 OTHER_VALUES = {
     "mods": "none", "block_size": 128, "remove_final_bias": True, "target": "h200", "max_mere": 0.1, "min_speedup": 2.0,
     "providers": ("torch",), "disable_passes": ("sites",), "fuse": False, "auto_calls": 3, "inspect": True,
-    "freeze_weights": True, "save_fp8": True, "mode": "max-autotune", "per_site": {"a.*": {"max_mere": 0.1}},
+    "freeze_weights": True, "save_fp8": True, "residual_dtype": "autocast",
+    "mode": "max-autotune", "per_site": {"a.*": {"max_mere": 0.1}},
 }  # fmt: skip
 
 

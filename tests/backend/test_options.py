@@ -37,6 +37,8 @@ WRONG = [
     ("block_size", True, ConfigError, ["'block_size'", "True"]),
     ("remove_final_bias", 1, ConfigError, ["'remove_final_bias'", "1", "True or False"]),
     ("fuse", "no", ConfigError, ["'fuse'", "'no'", "True or False"]),
+    ("residual_dtype", "bfloat16", ConfigError, ["'residual_dtype'", "'bfloat16'", '"model"', '"autocast"']),
+    ("residual_dtype", None, ConfigError, ["'residual_dtype'", "None"]),
     ("table", "/nowhere/table.json", ConfigError, ["'table'", "/nowhere/table.json", "no such file", '"auto"']),
     ("table", None, ConfigError, ["'table'", "None", '"auto"']),
     ("table", 7, ConfigError, ["'table'", "7"]),

@@ -194,6 +194,8 @@ def test_arms_differ_only_in_what_they_say() -> None:
         assert (transform is not None) == (arm.kind in ("torchao", "emulated"))
     with pytest.raises(ValueError, match="needs a compiler"):
         prepare(ARMS["loka"], TrainConfig(backend="eager"), min_features=16, device="cpu")
+    with pytest.raises(ValueError, match="rounds its residual stream"):
+        prepare(ARMS["mods16"], TrainConfig(backend="eager"), min_features=16, device="cpu")
 
 
 def test_the_mods_of_an_eager_arm_are_those_of_the_backend() -> None:
@@ -213,6 +215,8 @@ def test_a_plan_of_ones_own_replaces_the_sampling_of_an_arm_and_nothing_else() -
     own = planned_arm("loka_unfused", Path("a.json"))
     assert own.options == {"mods": "all", "fuse": False, "plan": "a.json"}
     assert own.twin == "mods"
+    narrow = planned_arm("loka16", Path("a.json"))
+    assert narrow.options == {"mods": "all", "residual_dtype": "autocast", "plan": "a.json"}
     assert planned_arm("everything", Path("b.json")).options == {"mods": "all", "plan": "b.json"}
 
 

@@ -227,3 +227,22 @@ def test_training_with_a_residual_before_each_norm_matches_fp64() -> None:
     assert relative(found, out.detach()) < 0.026 * 6**0.5 * 1.5
     for layer, expected in zip(model.layers, exact.layers, strict=True):
         assert relative(layer.weight.grad, expected.weight.grad) < 0.026 * 10**0.5 * 1.5
+
+
+@pytest.mark.usefixtures("_emit_on_cpu", "norms_in_fp32")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+def test_a_16_bit_residual_stream_fuses_what_an_fp32_one_does() -> None:
+    """The cast behind a chain that the quantisation shares with the residual connection keeps no kernel from fusing."""
+    torch.manual_seed(0)
+    model, x = PostNorm(256), torch.randn(64, 256)
+    fused = {}
+    for choice in ("model", "autocast"):
+        torch._dynamo.reset()
+        options = {"plan": plan_of(model, FP8, FP8), "residual_dtype": choice}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.compile(model, backend="loka", options=options)(x).sum().backward()
+        report = reports()[-1]
+        assert report.count("residual_dtype") == (2 if choice == "autocast" else 0)
+        fused[choice] = sorted(re.sub(r"\d+", "", line) for line in report.fusions)
+    assert fused["model"]
+    assert fused["autocast"] == fused["model"]

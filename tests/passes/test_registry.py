@@ -42,7 +42,10 @@ def names():
 
 
 def test_the_default_order_is_the_tuple_in_the_package():
-    assert names() == [p.name for p in DEFAULT_PASSES] == ["bias_removal", "block_norm", "hard_swish", "sites"]
+    everything = [p.name for p in snapshot(LokaConfig(residual_dtype="autocast"))]
+    assert everything == [p.name for p in DEFAULT_PASSES]
+    assert everything == ["bias_removal", "block_norm", "hard_swish", "residual_dtype", "sites"]
+    assert names() == ["bias_removal", "block_norm", "hard_swish", "sites"], "residual_dtype runs when it is asked for"
 
 
 def test_place_before_after_and_by_default(register):
