@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from loka_compile.kernels import block_norm_backward as bnb
-from loka_compile.kernels import cast, gemm_block_norm, split_k
+from loka_compile.kernels import cast, gemm_block_norm
 from loka_compile.kernels.config import GemmConfig
 
 FP8 = torch.float8_e4m3fn
@@ -54,10 +54,6 @@ def backward(t, block_m, warps):
     bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, hardswish=True, with_xt=True)
 
 
-def split(t, c, splits=8):
-    split_k.gemm_split_k(t["a"], t["b"], t["s"], t["s"], splits, fast=True, config=c)
-
-
 KINDS = {"forward_q": forward_q, "forward_yq": forward_yq}
 C = GemmConfig
 FORWARD = [
@@ -68,12 +64,6 @@ FORWARD = [
     C(64, 256, 256, 8, 2, tma=True),
     C(128, 256, 128, 8, 4, group_m=16, tma=True), C(128, 256, 128, 8, 4, group_m=4, tma=True),
 ]  # fmt: skip
-SPLIT = [
-    C(64, 256, 128, 8, 4, tma=True),
-    C(128, 128, 128, 4, 4, tma=True),
-    C(64, 128, 128, 4, 4, tma=True),
-    C(128, 256, 128, 8, 4, tma=True),
-]
 SQUARE = [(4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096)]
 FIG13 = [
     (1024, 256, 256),
@@ -125,7 +115,7 @@ def pretend_sm90(*modules):
 
 def compile_one(job):
     """In a child process, without touching the device."""
-    pretend_sm90(gemm_block_norm, split_k)
+    pretend_sm90(gemm_block_norm)
     kind, (m, n, k), c = job
     t = {
         "a": torch.empty(m, k, dtype=FP8), "b": torch.empty(n, k, dtype=FP8), "s": torch.empty(()),
@@ -191,8 +181,6 @@ def check():
             worst[f"cast {m},{n},{k} {dtype}"] = (e.float() - q2.float()).abs().max().item() + (
                 qt.float().T - q2.float()
             ).abs().max().item()
-        p = split_k.gemm_split_k(t["a"], t["b"], t["s"], t["s"], 4, fast=True, config=C(64, 128, 128, 4, 3, tma=tma))
-        worst[f"split {m},{n},{k} {tma}"] = relative(p.sum(0), z)
     ws = [
         torch.randn(a, b, device="cuda").bfloat16()
         for a, b in [(2048, 2048), (384, 448), (7, 13), (256, 256), (100, 300), (1, 1), (512, 64), (3456, 448), (9, 9)]
@@ -287,16 +275,6 @@ def main():
         ]
         report(kind, (m, n, k), arms)
         del sets, arms
-    for m, n, k in (
-        [] if options.backward else [(1024, 256, 7680), (1024, 512, 7680), (1024, 2048, 4096), (1024, 512, 512)]
-    ):
-        sets = [make(m, n, k) for _ in range(copies_past_l2(m * k + n * k + m * n * 2, most=24))]
-        arms = {
-            f"{short(c)} n{c.block_n} x{s}": [lambda t=t, c=c, s=s: split(t, c, s) for t in sets]
-            for c in SPLIT
-            for s in (2, 4, 8)
-        }
-        report("split", (m, n, k), arms)
     for m, n in [(4096, 1024), (4096, 2048), (4096, 4096), (16384, 1024)]:
         sets = [make(m, n, 16) for _ in range(copies_past_l2(m * n * 4))]
         parts = torch.rand(m * n // 32768, device="cuda")

@@ -17,7 +17,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def arms(m: int, k: int, n: int) -> dict[str, Callable[[], list[Callable[[], Any
     return made
 
 
-def one_shape(index: int, folder: Path, end: float, all_fused: bool) -> None:
+def one_shape(index: int, shapes: Sequence[tuple[int, int, int]], folder: Path, end: float, all_fused: bool) -> None:
     """Compile the arms of a shape, wait until all shapes are compiled, measure alone."""
     import torch._inductor.config as inductor_config
 
@@ -74,7 +74,7 @@ def one_shape(index: int, folder: Path, end: float, all_fused: bool) -> None:
         for rules in configs._rules().values():
             rules[:] = [rule for rule in rules if not rule.get("apart")]
     graphs, kept, failed = {}, [], {}
-    for name, make in arms(*SHAPES[index]).items():
+    for name, make in arms(*shapes[index]).items():
         if time.time() > end - MEASURING:
             failed[name] = "not compiled in time"
             continue
@@ -84,7 +84,7 @@ def one_shape(index: int, folder: Path, end: float, all_fused: bool) -> None:
             kept.append(calls)  # what graphs read lives as long as they do
         except Exception as error:  # an arm that fails must not end the others
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    keep(folder, index, {"us": measure_alone(graphs, folder, index, len(SHAPES), end), "failed": failed})
+    keep(folder, index, {"us": measure_alone(graphs, folder, index, len(shapes), end), "failed": failed})
 
 
 def main() -> None:
@@ -93,18 +93,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--all-fused", action="store_true")
+    parser.add_argument("--least-k", type=int, default=0, help="only shapes with contractions of that length")
     parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.out / "fusion_pays_parts"
+    shapes = [shape for shape in SHAPES if shape[1] >= options.least_k]
     if options.shape is not None:
-        one_shape(options.shape, folder, options.end, options.all_fused)
+        one_shape(options.shape, shapes, folder, options.end, options.all_fused)
         return
     results: dict[str, Any] = {"versions": machine.describe(), "command": " ".join(sys.argv), "shapes": []}
-    more = ["--all-fused"] * options.all_fused
-    parts = run_shapes(__file__, options.out, folder, len(SHAPES), options.seconds, more)
+    more = ["--all-fused"] * options.all_fused + ["--least-k", str(options.least_k)]
+    parts = run_shapes(__file__, options.out, folder, len(shapes), options.seconds, more)
     print(f"{'M x K x N':>18}", *(f"{kind + ' GEMM':>9} {'apart':>7} {'fused':>7} gain" for kind in PLANS), sep=" | ")
-    for (m, k, n), found in zip(SHAPES, parts, strict=True):
+    for (m, k, n), found in zip(shapes, parts, strict=True):
         if found is None:
             print(f"{m}x{k}x{n}: not measured in time")
             continue

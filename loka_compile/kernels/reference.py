@@ -135,14 +135,3 @@ def quantize_weights_ref(weights: list[Tensor], dtype: torch.dtype) -> tuple[lis
     """Each weight tensorwise in FP8, the transposes, the scales."""
     triples = [cast_transpose_ref(w, w.abs().max(), dtype) for w in weights]
     return [t[0] for t in triples], [t[1] for t in triples], [t[2] for t in triples]
-
-
-def gemm_split_k_ref(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, step: int
-) -> Tensor:
-    """fp32 [splits, M, N]: partial products over runs of ``step`` elements of K; missing runs are zero."""
-    parts = []
-    for s in range(splits):
-        cut = slice(s * step, (s + 1) * step)
-        parts.append(scaled_product(a[:, cut], b[cut], scale_a, scale_b))
-    return torch.stack(parts)

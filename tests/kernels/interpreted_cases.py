@@ -24,7 +24,6 @@ from loka_compile.kernels.gemm_block_norm import launch
 from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.grouped_gemm import grouped_gemm
-from loka_compile.kernels.split_k import gemm_split_k
 from loka_compile.kernels.tile_parts import TURN, room
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
@@ -203,16 +202,6 @@ def test_parts_of_a_tile_added_up_in_the_launch(m: int, n: int, k: int, splits: 
     assert not (counters % TURN.value).any()  # the next launch begins as this one did
     again, _ = run(a, b, config, **more)
     assert torch.equal(again, y)
-
-
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize(("m", "n", "k", "splits"), [(19, 40, 208, 4), (1, 33, 32, 8), (16, 32, 100, 3)])
-def test_split_k(m: int, n: int, k: int, splits: int, tma: bool) -> None:
-    a, b = torch.randn(m, k), torch.randn(n, k)
-    config = GemmConfig(block_m=16, block_n=32, block_k=16, tma=tma)
-    parts = gemm_split_k(a, b, torch.tensor(0.5), torch.tensor(3.0), splits, fast=True, config=config)
-    assert parts.shape == (splits, m, n)
-    torch.testing.assert_close(parts.sum(0).double(), 1.5 * a.double() @ b.double().t(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])

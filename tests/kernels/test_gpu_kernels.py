@@ -196,19 +196,6 @@ def test_weights_together() -> None:
             assert torch.equal(q.float().t(), qt.float())
 
 
-@pytest.mark.parametrize(("m", "n", "k", "splits"), [(1024, 256, 7680, 8), (199, 384, 448, 4), (1, 256, 64, 8)])
-@pytest.mark.parametrize("tma", [False, True])
-def test_split_k(m: int, n: int, k: int, splits: int, tma: bool) -> None:
-    from loka_compile.kernels.split_k import gemm_split_k
-
-    a, b, scale = fp8(m, k), fp8(n, k), torch.tensor(0.01, device="cuda")
-    config = GemmConfig(block_m=64, block_n=128, block_k=128, warps=4, stages=3, tma=tma)
-    first = gemm_split_k(a, b, scale, scale, splits, fast=True, config=config)
-    assert relative(first.sum(0), a.double() @ b.double().t() * 1e-4) < 2e-3
-    again = gemm_split_k(a, b, scale, scale, splits, fast=True, config=config)
-    assert torch.equal(first, again)
-
-
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 512, 4096), (1024, 1024, 4096), (1024, 512, 208), (7, 384, 4096)])
 @pytest.mark.parametrize("fast", [True, False])
 def test_grouped_scaled_mm(m: int, n: int, k: int, fast: bool) -> None:

@@ -63,7 +63,7 @@ def test_bf16_gemm_views_and_casts_in_between() -> None:
         z = (x @ w.t()).view(8, 16, 512).to(F32)
         return loka.block_norm(z, 256, 1e-5)[0]
 
-    gm, report = trace(mixed, ((128, 64), BF16), ((512, 64), BF16)), Report()
+    gm, report = trace(mixed, ((128, 448), BF16), ((512, 448), BF16)), Report()
     assert fuse(gm.graph, report) == 1
     value = gm.graph.output_node().args[0].meta["val"]
     assert (tuple(value.shape), value.dtype) == ((8, 16, 512), F32)
@@ -193,24 +193,22 @@ def test_fp32_and_the_cpu_are_refused() -> None:
     assert "for CUDA, not cpu" in report.fusions[0]
 
 
-def test_few_tiles_and_a_long_contraction_are_split() -> None:
-    gm, report = trace(chain, *fp8_inputs(1024, 256, 7680)), Report()
-    assert fuse(gm.graph, report) == 1
-    found = targets(gm)
-    assert found["loka.gemm_split_k.default"] == 1
-    assert found["loka.block_norm.default"] == 1  # decomposed later, into the kernel that adds the parts up
-    assert found["aten._scaled_mm.default"] == 0
-    assert "cut into 8 along K" in report.fusions[0]
+@pytest.mark.parametrize("shape", [(1024, 256, 7680), (512, 512, 2048), (1024, 2560, 4096)])
+def test_what_a_library_and_a_kernel_behind_it_do_faster_is_left_apart(shape: tuple[int, int, int]) -> None:
+    gm, report = trace(chain, *fp8_inputs(*shape)), Report()
+    assert fuse(gm.graph, report) == 0
+    assert targets(gm)["loka.gemm_block_norm.default"] == 0
+    assert "not measured to be faster" in report.fusions[0]
 
 
 def test_a_configuration_may_cut_the_contraction_inside_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = {"when": {"k": [4096, 8192]}, "config": {"block_m": 64, "warps": 8, "stages": 4, "tma": True, "splits": 8}}
-    monkeypatch.setattr(configs, "_rules", lambda: {"gemm_block_norm": [rule, {}], "gemm_split_k": [{"splits": 2}]})
+    monkeypatch.setattr(configs, "_rules", lambda: {"gemm_block_norm": [rule, {}]})
     gm, report = trace(chain, *fp8_inputs(1024, 256, 7680)), Report()
     assert fuse(gm.graph, report) == 1
     found = targets(gm)
     assert found["loka.gemm_block_norm.default"] == 1
-    assert found["loka.gemm_split_k.default"] == found["loka.block_norm.default"] == 0
+    assert found["loka.block_norm.default"] == 0
     assert report.fusions[0].endswith("FP8 GEMM + BlockNorm(256) + HardSwish in one kernel, K in 8 parts")
     assert configs.config_for("gemm_block_norm", 1024, 256, 2048, 1).splits == 1
 
@@ -223,7 +221,7 @@ def test_the_rewritten_graph_computes_the_same(monkeypatch: pytest.MonkeyPatch) 
         h = F.hardswish(y)
         return (h * 16).clamp(-448, 448).to(E4M3), y, rstd
 
-    for m, n, k in ((37, 640, 64), (1, 384, 128), (16, 256, 7680)):
+    for m, n, k in ((37, 640, 64), (1, 384, 128), (16, 256, 1000)):
         shapes = fp8_inputs(m, n, k)
         before, after = trace(training, *shapes, device="cpu"), trace(training, *shapes, device="cpu")
         assert fuse(after.graph, Report()) == 1

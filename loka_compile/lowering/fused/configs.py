@@ -50,12 +50,6 @@ def config_for(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = 
     return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
 
 
-def splits_for(m: int, n: int, k: int, itemsize: int) -> int:
-    """Into how many parts to cut the contraction; 1 is not at all."""
-    rule = find("gemm_split_k", m, n, k, itemsize)
-    return 1 if rule is None else int(rule.get("splits", 1))
-
-
 def meeting_config(kernel: str, m: int, n: int) -> MeetingConfig:
     """The configuration of a kernel whose programs meet, for a tensor [m, n]."""
     rule = find(kernel, m, n, 1, 1)

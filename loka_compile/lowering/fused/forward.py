@@ -75,15 +75,11 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     assert m is not None
     assert n is not None
     assert k is not None
-    parts, splits = 1, 1
+    parts = 1
     if not product.in_blocks:
         itemsize = dtype_of(product.a).itemsize
         parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast).splits
-        splits = configs.splits_for(m, n, k, itemsize) if parts == 1 else 1
     kind = kind_of(product)
-    if splits > 1:
-        _split(graph, product, operands_of(graph, product), splits)
-        return f"{kind} GEMM cut into {splits} along K ({m}x{n}x{k} has too few tiles), summed with BlockNorm"
     out_dtype = norm.meta["val"][0].dtype
     with graph.inserting_before(norm):
         residual = None if product.residual is None else reshaped(graph, product.residual, product.node.meta["val"])
@@ -103,22 +99,6 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     added = " + residual" if residual is not None else ""
     cut = f", K in {parts} parts" if parts > 1 else ""
     return f"{kind} GEMM{added} + BlockNorm({block}){followed} in one kernel{cut}{saved}"
-
-
-def _split(graph: fx.Graph, product: Product, operands: tuple[fx.Node | None, ...], splits: int) -> None:
-    """GEMM in parts; the sum is pointwise to Inductor, which makes one kernel of it, the norm and what follows."""
-    last = product.path[0] if product.summand is None else product.summand
-    with graph.inserting_before(product.node):
-        (parts,) = emit(
-            graph, product.node, torch.ops.loka.gemm_split_k.default, (*operands, splits, product.fast)
-        )  # fmt: skip
-        (total,) = emit(graph, product.node, aten.sum.dim_IntList, (parts, [0]))
-        total = reshaped(graph, total, last.meta["val"])
-        if dtype_of(total) != dtype_of(last):
-            (total,) = emit(
-                graph, product.node, torch.ops.prims.convert_element_type.default, (total, dtype_of(last))
-            )  # fmt: skip
-    last.replace_all_uses_with(total)
 
 
 def _cheapen_epilogue(graph: fx.Graph, y: fx.Node, bound: float) -> str:

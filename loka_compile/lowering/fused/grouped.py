@@ -41,7 +41,7 @@ def group_grad_weights(graph: fx.Graph, report: Report) -> int:
     emitted = 0
     for nodes in groups.values():
         m, n, k = _sizes(nodes[0])
-        if len(nodes) < 2 or configs.find("grouped_gemm", m, n, k, 1) is None:
+        if len(nodes) < 2 or configs.find("grouped_gemm", m, n, k, 1, _fast(nodes[0])) is None:
             continue
         _rewrite(graph, nodes)
         report.fusions.append(f"{len(nodes)} grad_weight GEMMs of {m}x{n}x{k} in one launch")
@@ -81,6 +81,10 @@ def _is_a_kernels(operand: fx.Node) -> bool:
     return operand.op == "placeholder" or (isinstance(source, fx.Node) and str(source.target).startswith("loka."))
 
 
+def _fast(node: fx.Node) -> bool:
+    return len(node.args) > 7 and bool(node.args[7])
+
+
 def _sizes(node: fx.Node) -> tuple[Any, Any, Any]:
     m, k = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     return size_hint(m), size_hint(node.meta["val"].shape[1]), size_hint(k)
@@ -106,7 +110,7 @@ def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
         turned = [emit(graph, last, aten.permute.default, (operand, [1, 0]))[0] for operand in b]
         results = emit(
             graph, last, torch.ops.loka.grouped_scaled_mm.default,
-            (a, turned, scale_a, scale_b, last.args[6], bool(last.args[7]) if len(last.args) > 7 else False),
+            (a, turned, scale_a, scale_b, last.args[6], _fast(last)),
         )  # fmt: skip
     for node, new in zip(nodes, results, strict=True):
         node.replace_all_uses_with(new)

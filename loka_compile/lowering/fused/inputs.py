@@ -3,7 +3,8 @@
 On a graph as Inductor is about to lower it: weights that became constants are quantised already, and those that did not
 were quantised together on the joint graph (:mod:`loka_compile.lowering.fused.joint`). What is left are activations that
 come from outside, which no kernel of ours could write in FP8. On an H200, 4096 rows of 512, 1024, 2048 and 4096 bf16
-values take 6.5, 9.4, 15.5 and 24.7 us instead of 9.0, 14.1, 17.7 and 29.1 (docs/fused_kernels.md).
+values take 6.6, 10.9, 18.3 and 28.2 us instead of 8.6, 12.3, 19.5 and 30.8 (docs/fused_kernels.md). Wider rows are left
+to Inductor: there ours was not faster.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import ops  # noqa: F401  (registers the operator)
 from loka_compile.lowering.fused.match import Quantise, emit, quantisations
 from loka_compile.lowering.fused.product import on_this_device
 from loka_compile.report import Report
+
+#: Most features of a row that was measured to be faster.
+WIDEST = 4096
 
 
 def quantise_inputs(graph: fx.Graph, report: Report) -> int:
@@ -40,5 +45,5 @@ def quantise_inputs(graph: fx.Graph, report: Report) -> int:
 
 def _is_input(q: Quantise) -> bool:
     value = q.source.meta["val"]
-    is_matrix = q.source.op == "placeholder" and value.dim() == 2
+    is_matrix = q.source.op == "placeholder" and value.dim() == 2 and size_hint(value.shape[1]) in range(WIDEST + 1)
     return q.factor is None and is_matrix and not on_this_device(value)

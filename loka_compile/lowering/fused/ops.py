@@ -1,7 +1,6 @@
 """The operators that the fusion passes emit. On CUDA they run this package's kernels; elsewhere the plain-torch twins.
 
     gemm_block_norm           y, rstd = BlockNorm(a @ b * scales + residual)
-    gemm_split_k              partial products that the consumer adds up
     block_norm_backward_amax  gradient through HardSwish and BlockNorm, its tile maxima, the FP8 transpose of the input
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
     quantize_weights          every weight of a model in FP8, in both orientations
@@ -26,9 +25,6 @@ LIBRARY.define(
     "gemm_block_norm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, int block, float eps, ScalarType out_dtype, "
     "bool fast, bool with_rstd, Tensor? residual=None) -> (Tensor, Tensor)",
     tags=_TAGS,
-)
-LIBRARY.define(
-    "gemm_split_k(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, int splits, bool fast) -> Tensor", tags=_TAGS
 )
 LIBRARY.define(
     "block_norm_backward_amax(Tensor grad, Tensor y, Tensor rstd, int block, bool hardswish, bool with_xt) "
@@ -88,31 +84,6 @@ def _gemm_block_norm_cuda(
         config=config, residual=None if residual is None else residual.contiguous(),
     )  # fmt: skip
     return y, rstd
-
-
-# ---------------------------------------------------------------------------------------------- gemm_split_k
-def _gemm_split_k_fake(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, fast: bool
-) -> Tensor:
-    """a [M, K], b [K, N] -> fp32 [splits, M, N], whose sum over the first dimension is the product."""
-    return a.new_empty((splits, a.shape[0], b.shape[1]), dtype=torch.float32)
-
-
-def _gemm_split_k_any(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, fast: bool
-) -> Tensor:
-    return ref.gemm_split_k_ref(a, b, scale_a, scale_b, splits, max(1, -(-a.shape[1] // splits)))
-
-
-def _gemm_split_k_cuda(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, splits: int, fast: bool
-) -> Tensor:
-    from loka_compile.kernels.split_k import gemm_split_k
-
-    if a.shape[0] == 0 or b.shape[1] == 0:
-        return _gemm_split_k_fake(a, b, scale_a, scale_b, splits, fast)
-    config = config_for("gemm_split_k", a.shape[0], b.shape[1], a.shape[1], a.element_size(), fast)
-    return gemm_split_k(a, b.t().contiguous(), scale_a, scale_b, splits, fast=fast, config=config)
 
 
 # ---------------------------------------------------------------------------------------------- backward
@@ -208,7 +179,6 @@ def _weights_cuda(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]
 
 for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
-    ("gemm_split_k", _gemm_split_k_any, _gemm_split_k_cuda, _gemm_split_k_fake),
     ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
     ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
     ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
