@@ -70,6 +70,46 @@ def test_bf16_gemm_views_and_casts_in_between() -> None:
     assert "bfloat16 GEMM" in report.fusions[0]
 
 
+def under_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """What autocast makes of a layer and of the cast in front of the next: the norm and its activation are fp32."""
+    y = loka.block_norm((x @ w.t()).to(F32), 256, 1e-5)[0]
+    return F.hardswish(y).to(BF16), y.to(BF16)
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype"),
+    [
+        (under_autocast, BF16),
+        (lambda x, w: F.hardswish(loka.block_norm((x @ w.t()).to(F32), 256, 1e-5)[0]), F32),
+        (lambda x, w: (lambda y: (y.sum(1), y.to(BF16)))(loka.block_norm((x @ w.t()).to(F32), 256, 1e-5)[0]), F32),
+    ],
+)
+def test_a_wide_result_that_is_rounded_anyway_takes_no_wide_tile(fn: Any, dtype: torch.dtype) -> None:
+    """An fp32 tile leaves room for two stages of the pipeline instead of three (128x256 on an H200)."""
+    gm = trace(fn, ((128, 448), BF16), ((512, 448), BF16))
+    dtypes = [v.meta["val"].dtype for v in gm.graph.output_node().all_input_nodes]
+    assert fuse(gm.graph, Report()) == 1
+    (node,) = [n for n in gm.graph.nodes if str(n.target) == FUSED]
+    assert node.args[6] == dtype
+    assert node.meta["val"][0].dtype == dtype
+    config = configs.config_for("gemm_block_norm", 8192, 2048, 2048, 2)
+    assert config.fitting(2, dtype.itemsize, 232448).stages == (3 if dtype == BF16 else 2)
+    assert [v.meta["val"].dtype for v in gm.graph.output_node().all_input_nodes] == dtypes
+
+
+def test_a_result_that_is_rounded_later_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "on_this_device", lambda value: "")
+    shapes = (((37, 448), BF16), ((640, 448), BF16))
+    before, after = (trace(under_autocast, *shapes, device="cpu") for _ in range(2))
+    assert fuse(after.graph, Report()) == 1
+    after.recompile()
+    x, w = (torch.randn(shape).to(dtype) for shape, dtype in shapes)
+    for found, expected in zip(after(x, w), before(x, w), strict=True):
+        assert found.dtype == expected.dtype == BF16
+        # The twin on a CPU rounds once more, in front of HardSwish.
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+
+
 def summed(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, residual: Tensor) -> Tensor:
     z = fp8_linear(x, w, sx, sw).view(residual.shape)
     return F.hardswish(loka.block_norm(residual + z, 256, 1e-5)[0])

@@ -16,7 +16,7 @@ from torch import fx
 
 from loka_compile.lowering.fused import configs, lowerings
 from loka_compile.lowering.fused.activations import drop_unread
-from loka_compile.lowering.fused.match import CONVERT, FP8, arg, dtype_of, emit, is_call, result
+from loka_compile.lowering.fused.match import CONVERT, FP8, arg, dtype_of, emit, is_call, is_rounded_later, result
 from loka_compile.lowering.fused.product import (
     Product,
     eps_of,
@@ -80,7 +80,11 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
         itemsize = dtype_of(product.a).itemsize
         parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast).splits
     kind = kind_of(product)
-    out_dtype = norm.meta["val"][0].dtype
+    wide = norm.meta["val"][0].dtype
+    # Under autocast a norm returns fp32, and what follows rounds it. A tile in fp32 would take the shared memory of a
+    # stage of the pipeline, although the epilogue writes 16 bits or FP8 (and computes in fp32 in any case).
+    out_dtype = product.node.meta["val"].dtype if y is None or is_rounded_later(y) else wide
+    out_dtype = out_dtype if out_dtype.itemsize < wide.itemsize else wide
     with graph.inserting_before(norm):
         residual = None if product.residual is None else reshaped(graph, product.residual, product.node.meta["val"])
         new_y, new_rstd = emit(
@@ -88,6 +92,8 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
             (*operands_of(graph, product), block, eps, out_dtype, product.fast, rstd is not None, residual),
         )  # fmt: skip
         new_y = reshaped(graph, new_y, norm.meta["val"][0])
+        if out_dtype != wide:
+            (new_y,) = emit(graph, norm, torch.ops.prims.convert_element_type.default, (new_y, wide))
         if rstd is not None:
             new_rstd = reshaped(graph, new_rstd, norm.meta["val"][1])
     if y is not None:
