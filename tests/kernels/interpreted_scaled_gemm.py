@@ -22,7 +22,8 @@ CONFIGS = {
     "split": GemmConfig(block_m=32, block_n=32, block_k=128, splits=3),
     "split-persistent": GemmConfig(block_m=32, block_n=32, block_k=128, tma=True, persistent=True, splits=2),
 }
-SHAPES = [(1, 40, 13), (37, 1, 256), (130, 140, 700)]
+#: One row, one column; rows and columns of several blocks of 128, each with several tiles and a ragged last one.
+SHAPES = [(1, 40, 13), (37, 1, 256), (130, 33, 260), (33, 140, 700)]
 
 
 @pytest.fixture(autouse=True)
