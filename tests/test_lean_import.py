@@ -127,19 +127,9 @@ print(count)
 def test_a_checkout_that_nobody_installed(bare_site):
     """Imported before Dynamo has looked for backends. A CPU compile leaves CUDA alone as far as Inductor does."""
     code = f"import loka_compile, torch\n{COMPILE}\nprint(torch.cuda.is_initialized())"
-    initialised = run_bare(code, bare_site).stdout.strip()
+    # Its torch lies in a folder of this run, whose headers nobody would use again: precompiled, they take longest.
+    initialised = run_bare(code, bare_site, TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0").stdout.strip()
     assert initialised == "False" or torch.cuda.is_available()
-
-
-def test_a_checkout_imported_after_dynamo_has_looked_for_backends(bare_site):
-    code = f"""
-import importlib, torch, torch._dynamo
-assert "loka" not in torch._dynamo.list_backends()  # nothing is installed in this process
-import loka_compile
-importlib.reload(loka_compile)
-assert torch._dynamo.list_backends().count("loka") == 1
-{ASK}"""
-    run_bare(code, bare_site)
 
 
 @needs_install

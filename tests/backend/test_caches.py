@@ -118,14 +118,14 @@ def test_a_second_process_gets_hits(compile_cache):
         import os
         import torch, torch._inductor.compile_fx
         from helpers_backend import Watch, plan_for
-        from models_backend import Tower
+        from models_backend import Plain
         from torch._dynamo.utils import counters
 
         def compile():
             torch.manual_seed(0)
             watch = Watch()
-            options = {"plan": plan_for({"linears.0#0 forward": "emulated:rowwise"})}
-            y = torch.compile(Tower((18, 256)), backend="loka", options=options)(torch.randn(40, 18))
+            options = {"plan": plan_for({"layers.0#0 forward": "emulated:rowwise"})}
+            y = torch.compile(Plain((18, 48)), backend="loka", options=options)(torch.randn(40, 18))
             y.sum().backward()
             print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"],
                   counters["aot_autograd"]["autograd_cache_hit"], watch.last.from_cache, float(y.double().sum()),

@@ -32,7 +32,7 @@ def hide_installed():
     assert not metadata.entry_points(group="torch_dynamo_backends", name="loka")
 
 def compile():
-    assert "loka" in torch._dynamo.list_backends(exclude_tags=())
+    assert torch._dynamo.list_backends(exclude_tags=()).count("loka") == 1
     import torch._inductor.compile_fx as module
     module.compile_fx = stop
     try:
@@ -61,7 +61,9 @@ def checkout():
 def checkout_after_dynamo_looked():
     hide_installed()
     assert "loka" not in torch._dynamo.list_backends(exclude_tags=())
+    import importlib
     import loka_compile
+    importlib.reload(loka_compile)
     compile()
 
 for case in (installed, installed_and_imported, checkout, checkout_after_dynamo_looked):

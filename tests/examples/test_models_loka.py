@@ -24,6 +24,8 @@ EXPECTED: dict[str, tuple[dict[str, int], str]] = {
     "dlrm": ({}, "final prediction layer"),
     "hstu": ({"linear-swishnorm": 4, "linear-norm": 3, "linear-swish": 1}, "does not follow a linear layer"),
 }
+#: With generated C++, which takes up to a minute: chains of every kind, and a model that has none.
+GENERATED = ("dhen", "hstu", "dcnv2")
 
 
 def example(model: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
@@ -35,7 +37,10 @@ def example(model: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], t
     return numerics, tuple(f.detach() for f in features), (numerics[:, 0] > 0.3).float()
 
 
-def check_trains_in_one_graph(name: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in GENERATED)) for n in MODELS])
+def test_trains_in_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in GENERATED:  # all of the backend but the generation of code
+        Interpreted().install(monkeypatch)
     one_layer = {} if name in ("dlrm", "dcnv2") else {"layers": 1}
     model = build(name, "tiny", SCHEMA, seed=3, **one_layer)
     numerics, features, labels = example(model)
@@ -73,17 +78,10 @@ def check_trains_in_one_graph(name: str) -> None:
     assert report.unmapped == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_in_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # All of the backend but the generation of C++, which takes a minute for some of these models.
-    Interpreted().install(monkeypatch)
-    check_trains_in_one_graph(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_in_one_graph_with_generated_code(name: str) -> None:
-    check_trains_in_one_graph(name)
+def test_code_is_generated_for_chains_of_every_kind() -> None:
+    kinds = {name: set(chains) for name, (chains, _) in EXPECTED.items()}
+    assert set().union(*(kinds[name] for name in GENERATED)) == set().union(*kinds.values())
+    assert any(not kinds[name] for name in GENERATED)
 
 
 @pytest.mark.parametrize("name", MODELS)

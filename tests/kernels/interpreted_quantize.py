@@ -34,8 +34,12 @@ def same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor,
     assert ((a - b).abs() <= 0.55 * b.abs() + 2.0**-8)[sound].all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("m", "n"), [(1, 13), (40, 1), (130, 300), (199, 256)])
+# Where bf16 is read in pairs, 199 rows take another way than 130 do; in fp32 they take the same.
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"),
+    [(m, n, dtype) for m, n in [(1, 13), (40, 1), (130, 300)] for dtype in (torch.bfloat16, torch.float32)]
+    + [(199, 256, torch.bfloat16)],
+)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_both_operands(scaling: Scaling, m: int, n: int, dtype: torch.dtype) -> None:
     x = (torch.randn(m, n) * torch.exp2(torch.randint(-9, 9, (m, 1)).float())).to(dtype)
@@ -58,9 +62,9 @@ def test_both_operands(scaling: Scaling, m: int, n: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_zero_nan_and_inf(scaling: Scaling) -> None:
-    x = torch.randn(140, 260)
+    x = torch.randn(140, 132)
     x[3], x[:, 7] = 0, 0
-    x[5, 200], x[139, 1] = float("nan"), float("-inf")
+    x[5, 130], x[139, 1] = float("nan"), float("-inf")
     for dtype in (E4M3, E5M2):
         q, scale, qt, scale_t = kernel.quantize(x, scaling.value, dtype, with_qt=True)
         same((q, scale), quantize(x, scaling, dtype=dtype))
@@ -72,8 +76,8 @@ def test_zero_nan_and_inf(scaling: Scaling) -> None:
 
 
 def test_strides() -> None:
-    x = torch.randn(300, 200)
-    for view in (x[3:140, 5:190], x.t(), x[::2, ::3]):
+    x = torch.randn(140, 150)
+    for view in (x[3:140, 5:148], x.t(), x[::2, ::3]):
         for scaling in SCALINGS:
             q, scale, qt, scale_t = kernel.quantize(view, scaling.value, E4M3, with_qt=True)
             same((q, scale), quantize(view, scaling))

@@ -11,11 +11,15 @@ from typer.testing import CliRunner
 from benchmarks.loss_gate import app
 from benchmarks.taylor_score import taylor_scores
 from loka_compile.plan import Plan
+from tests.backend.helpers_backend import Interpreted
 
 
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
-def test_tiny(tmp_path):
+def test_tiny(tmp_path, monkeypatch):
+    # The effects are measured in eager; generated code of the training has tests of its own, and takes longest.
+    Interpreted().install(monkeypatch)
     arguments = ["--out", str(tmp_path), "--batch-size", "256", "--steps", "24", "--batches", "4", "--device", "cpu"]
+    arguments += ["--model-options", '{"layers": 1}']
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "loss_gate.json").read_text())
