@@ -103,6 +103,28 @@ def swish_norm(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("rounded", [True, False])
+def test_under_autocast_the_result_is_no_wider_than_what_reads_it(rounded: bool) -> None:
+    """Autocast's norm is fp32, the GEMM's result is not: h * gate is fp32 until the next GEMM's cast rounds it."""
+
+    def wide(x: Tensor, w: Tensor) -> Tensor:
+        h = x @ w.t()
+        out = h * F.hardsigmoid(loka.block_norm(h.to(F32), 256, 1e-5)[0])
+        return out.to(BF16) if rounded else out
+
+    shapes = (((48, 64), BF16), ((384, 64), BF16))
+    before, after = (trace(wide, *shapes, device="cpu") for _ in range(2))
+    assert activations(after.graph, Report()) == 1
+    after.recompile()
+    node = next(node for node in after.graph.nodes if str(node.target) == ACTIVATION)
+    assert node.args[7] == (BF16 if rounded else F32)
+    x, w = (torch.randn(shape).to(dtype) for shape, dtype in shapes)
+    found, expected = after(x, w), before(x, w)
+    assert found.dtype == expected.dtype == (BF16 if rounded else F32)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
 def test_swish_norm_becomes_one_operator_that_keeps_nothing_in_inference() -> None:
     gm, report = trace(swish_norm, ((48, 64), BF16), ((384, 64), BF16), device="cpu"), Report()
     assert activations(gm.graph, report) == 1

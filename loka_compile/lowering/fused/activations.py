@@ -28,6 +28,7 @@ from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, arg, d
 from loka_compile.lowering.fused.product import (
     Product,
     eps_of,
+    handed_on,
     kind_of,
     operands_of,
     product_of,
@@ -161,13 +162,13 @@ def _rewrite(
     block, value, gated = int(arg(norm, 1)), product.value, activation == "swish_norm"
     old_y, old_rstd = result(norm, 0), result(norm, 1)
     assert old_y is not None
-    kept_dtype = dtype_of(value if gated else old_y)
+    kept_dtype, out_dtype = dtype_of(value if gated else old_y), handed_on(product, out)
     with graph.inserting_before(value):
         residual = None if product.residual is None else reshaped(graph, product.residual, product.node.meta["val"])
         new_out, kept, rstd, q, scale = emit(
             graph, product.node, torch.ops.loka.gemm_norm_activation.default,
-            (*operands_of(graph, product), activation, block, eps_of(norm), dtype_of(out), kept_dtype, product.fast,
-             True, True, bool(quantised), residual),
+            (*operands_of(graph, product), activation, block, eps_of(norm), out_dtype, kept_dtype, product.fast, True,
+             True, bool(quantised), residual),
         )  # fmt: skip
         y = kept
         if gated:
@@ -175,6 +176,8 @@ def _rewrite(
         pairs = [(old_y, y), (old_rstd, rstd), (value if gated else None, kept)]
         replaced = [(old, reshaped(graph, new, old.meta["val"])) for old, new in pairs if old is not None]
         new_out = reshaped(graph, new_out, out.meta["val"])
+        if out_dtype != dtype_of(out):
+            (new_out,) = emit(graph, out, torch.ops.prims.convert_element_type.default, (new_out, dtype_of(out)))
         for found in quantised:
             replaced += _blocks(graph, found, q, scale)
     # Before the others: what is left of out is made from what they are replaced by.

@@ -16,10 +16,11 @@ from torch import fx
 
 from loka_compile.lowering.fused import configs, lowerings
 from loka_compile.lowering.fused.activations import drop_unread
-from loka_compile.lowering.fused.match import CONVERT, FP8, arg, dtype_of, emit, is_call, is_rounded_later, result
+from loka_compile.lowering.fused.match import CONVERT, FP8, arg, dtype_of, emit, is_call, result
 from loka_compile.lowering.fused.product import (
     Product,
     eps_of,
+    handed_on,
     kind_of,
     operands_of,
     product_of,
@@ -81,10 +82,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
         parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast).splits
     kind = kind_of(product)
     wide = norm.meta["val"][0].dtype
-    # Under autocast a norm returns fp32, and what follows rounds it. A tile in fp32 would take the shared memory of a
-    # stage of the pipeline, although the epilogue writes 16 bits or FP8 (and computes in fp32 in any case).
-    out_dtype = product.node.meta["val"].dtype if y is None or is_rounded_later(y) else wide
-    out_dtype = out_dtype if out_dtype.itemsize < wide.itemsize else wide
+    out_dtype = wide if y is None else handed_on(product, y)
     with graph.inserting_before(norm):
         residual = None if product.residual is None else reshaped(graph, product.residual, product.node.meta["val"])
         new_y, new_rstd = emit(

@@ -21,6 +21,7 @@ from loka_compile.lowering.fused.match import (
     dtype_of,
     emit,
     is_call,
+    is_rounded_later,
     shape_to_view,
 )
 
@@ -207,6 +208,16 @@ def operands_of(graph: fx.Graph, product: Product) -> tuple[fx.Node | None, ...]
 
     scale_b = product.scale_b if product.squares else turned(product.scale_b)
     return product.a, turned(product.b), turned(product.scale_a), scale_b
+
+
+def handed_on(product: Product, value: fx.Node) -> torch.dtype:
+    """The dtype in which a fused kernel hands ``value`` on: its own, or the GEMM's if it is rounded later anyway.
+
+    Under autocast a norm returns fp32, and what follows rounds it. A tile in fp32 would take the shared memory of a
+    stage of the pipeline, although the epilogue writes 16 bits or FP8 (and computes in fp32 in any case).
+    """
+    own, narrow = dtype_of(value), dtype_of(product.node)
+    return narrow if narrow.itemsize < own.itemsize and is_rounded_later(value) else own
 
 
 def reshaped(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
