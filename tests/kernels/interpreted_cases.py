@@ -184,11 +184,12 @@ def test_extreme_magnitudes_stay_finite(magnitude: float) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tma", [False, True])
+# Both ways to load for a row, for many tiles and for a short row; once where K is odd, and once for the most parts.
 @pytest.mark.parametrize(
-    ("m", "n", "k", "splits"),
-    [(1, 384, 208, 4), (67, 384, 100, 2), (37, 256, 479, 8), (20, 100, 13, 2), (3, 640, 64, 16)],
-)
+    ("m", "n", "k", "splits", "tma"),
+    [(1, 384, 208, 4, False), (1, 384, 208, 4, True), (67, 384, 100, 2, False), (67, 384, 100, 2, True),
+     (37, 256, 479, 8, False), (20, 100, 13, 2, False), (20, 100, 13, 2, True), (3, 640, 64, 16, True)],
+)  # fmt: skip
 def test_parts_of_a_tile_added_up_in_the_launch(m: int, n: int, k: int, splits: int, tma: bool) -> None:
     a, b, residual, scale = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5, torch.tensor(0.5)
     config = GemmConfig(block_m=16, block_k=16, tma=tma, splits=splits)
