@@ -87,6 +87,13 @@ def is_fast(recipe: str) -> bool:
     return recipe.endswith("_fast")
 
 
+def refused_for_role(recipe: str, role: str) -> str:
+    """Why no plan gives a GEMM of that role to the recipe of that name, or "" (docs/models.md has the measurement)."""
+    if role == Role.GRAD_WEIGHT and is_fast(recipe):
+        return "fast accumulation is not for grad_weight, which sums over the batch"
+    return ""
+
+
 @dataclass(frozen=True)
 class Gemm:
     """One GEMM of a model: ``out[m, n] = A[m, k] @ B[n, k].T``.

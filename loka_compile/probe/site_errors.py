@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.costs.padded import padded_latency
-from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling
+from loka_compile.gemm import NATIVE, Gemm, Recipe, Role, Scaling, refused_for_role
 from loka_compile.lowering.providers import COMPILE_AT_FIRST_CALL
 from loka_compile.probe.gate import Effort, Score, remarks, score, worse
 from loka_compile.probe.runs import Candidate, Operand, Pair, Runs
@@ -125,6 +125,7 @@ class SiteErrors:
         is_baseline = provider is self.baseline
         real = self.at_home
         if not is_baseline:
+            reason = reason or refused_for_role(recipe.name, gemm.role)
             reason = reason or provider.refuses_shape(provider.padded(gemm, recipe), recipe) or ""
             if self.costs is not None and math.isnan(row.total_us):
                 reason = reason or f"no cost known for {row.candidate} on {self.costs.target}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from loka_compile.gemm import Role, is_fast
+from loka_compile.gemm import Role, refused_for_role
 from loka_compile.selection.batch_cost import Line, fit
 from loka_compile.selection.combination import Item
 from loka_compile.selection.decision import Verdict
@@ -113,8 +113,7 @@ def _judge(
     if not reason and limits.providers is not None and provider not in limits.providers:
         enabled = ", ".join(sorted(limits.providers)) or "none"
         reason = f"provider {provider!r} is not among the enabled ones ({enabled})"
-    if not reason and group[0].role == Role.GRAD_WEIGHT and is_fast(recipe):
-        reason = "fast accumulation is not for grad_weight, which sums over the batch"
+    reason = reason or refused_for_role(recipe, group[0].role)
     if not reason:
         if not math.isfinite(mere):
             stage, reason = INACCURATE, "non-finite output" if math.isinf(mere) else "error not known"

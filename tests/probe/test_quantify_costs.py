@@ -178,3 +178,15 @@ def test_a_kernel_that_pays_at_another_batch_is_measured():
     alone = quantify({"a#0": samples(2048, 2048, calls=1, rows=16, batch=64)}, target="h200", providers=("torch",),
                      least_speedup=1.05)  # fmt: skip
     assert "kernel alone has" in one(alone, role="forward", provider="torch", recipe="tensorwise_fast").refused
+
+
+def test_what_no_plan_gives_to_a_role_is_not_measured():
+    seen = {"a#0": samples(2048, 2048, calls=1, rows=16, batch=4096)}
+    table = quantify(seen, target="h200", providers=("torch",))
+    fast = one(table, role="grad_weight", provider="torch", recipe="tensorwise_fast")
+    assert "sums over the batch" in fast.refused
+    assert fast.mere != fast.mere
+    for role, recipe in (("grad_weight", "tensorwise"), ("forward", "tensorwise_fast")):
+        row = one(table, role=role, provider="torch", recipe=recipe)
+        assert not row.refused
+        assert row.mere > 0
