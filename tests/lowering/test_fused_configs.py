@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loka_compile.lowering.fused.configs import find, gemm_kernel
+from loka_compile.lowering.fused.configs import config_for, find, gemm_kernel
 
 SMALL, MIDDLE, WIDE = (4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048)
 
@@ -30,3 +30,14 @@ def test_on_where_measured(
     assert {shape for shape in (SMALL, MIDDLE, WIDE) if find(kernel, *shape, itemsize) is not None} == on
     if not in_blocks and itemsize == 1:  # without fast accumulation: not measured
         assert find(kernel, *SMALL, 1, False) is None
+
+
+def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
+    """docs/fused_kernels.md: few tiles and a long K are the library's, but for one class; exact sums of wide
+    grad_weights are faster one by one."""
+    assert config_for("gemm_block_norm", 2048, 256, 18480, 1).splits == 8
+    assert find("gemm_block_norm", 4096, 256, 18480, 1) is None
+    assert find("gemm_block_norm", 2048, 256, 18480, 1, False) is None
+    assert find("gemm_block_norm", 8192, 2048, 12256, 1) is not None
+    grouped = {(n, fast): find("grouped_gemm", n, n, 4096, 1, fast) is not None for n in (512, 1024) for fast in (0, 1)}
+    assert grouped == {(512, 0): True, (512, 1): True, (1024, 0): False, (1024, 1): True}

@@ -97,6 +97,18 @@ def test_a_wide_result_that_is_rounded_anyway_takes_no_wide_tile(fn: Any, dtype:
     assert [v.meta["val"].dtype for v in gm.graph.output_node().all_input_nodes] == dtypes
 
 
+def test_operators_that_branch_and_join_are_looked_through_once() -> None:
+    def deep(x: Tensor, w: Tensor) -> Tensor:
+        y = loka.block_norm((x @ w.t()).to(F32), 256, 1e-5)[0]
+        for _ in range(60):  # as many paths as 2**60
+            y = y * 0.5 + y
+        return y.to(BF16)
+
+    gm = trace(deep, ((128, 448), BF16), ((512, 448), BF16))
+    assert fuse(gm.graph, Report()) == 1
+    assert next(n for n in gm.graph.nodes if str(n.target) == FUSED).args[6] == BF16
+
+
 def test_a_result_that_is_rounded_later_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "on_this_device", lambda value: "")
     shapes = (((37, 448), BF16), ((640, 448), BF16))

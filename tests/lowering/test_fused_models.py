@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import relative
 
+from loka_compile.lowering.fused import inputs
 from loka_compile.plan import Decision, Plan
 from loka_compile.report import reports
 
@@ -127,8 +129,6 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
 @pytest.mark.parametrize("batch", [1, 64])
 def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
-    import torch._inductor.config as inductor_config
-
     torch.manual_seed(0)
     chain, head = layers(384), nn.Linear(384, 1).bfloat16()
     x = torch.randn(batch, 384).bfloat16()
@@ -144,6 +144,19 @@ def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
     assert report.graph("forward").count("quantize_weights.default(") == 1
     assert "aten.amax" not in report.graph("forward")
     assert any("of an input in two kernels" in line for line in report.fusions)
+
+
+@pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+def test_a_wide_input_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the widths at which ours was measured to be faster."""
+    monkeypatch.setattr(inputs, "WIDEST", 383)
+    chain = layers(384, 1).eval().requires_grad_(False)
+    options = {"plan": plan_of(chain, FP8, FP8), "inspect": True}
+    with torch.no_grad(), inductor_config.patch(freezing=True):
+        torch.compile(chain, backend="loka", options=options)(torch.randn(64, 384).bfloat16())
+    assert "quantize_weights" not in reports()[-1].graph("forward")
+    assert not any("of an input in two kernels" in line for line in reports()[-1].fusions)
 
 
 class WideNorm(nn.Module):

@@ -72,14 +72,17 @@ def result(node: fx.Node, index: int) -> fx.Node | None:
 def is_rounded_later(node: fx.Node) -> bool:
     """Whether all that elementwise operators make of a value is rounded to 16 bits or fewer before anything else reads
     it."""
-    for user in node.users:
-        if is_call(user, *CONVERT) and dtype_of(user).itemsize <= 2:
-            continue
-        elementwise = isinstance(user.target, torch._ops.OpOverload) and torch.Tag.pointwise in user.target.tags
-        # torch 2.11 to 2.13 do not tag hardswish.
-        passed_on = elementwise or is_call(user, aten.hardswish.default, *CONVERT, *VIEWS, *ALIAS)
-        if not passed_on or not is_rounded_later(user):
-            return False
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if user in seen or (is_call(user, *CONVERT) and dtype_of(user).itemsize <= 2):
+                continue
+            elementwise = isinstance(user.target, torch._ops.OpOverload) and torch.Tag.pointwise in user.target.tags
+            # torch 2.11 to 2.13 do not tag hardswish.
+            if not (elementwise or is_call(user, aten.hardswish.default, *CONVERT, *VIEWS, *ALIAS)):
+                return False
+            seen.add(user)
+            waiting.append(user)
     return True
 
 
