@@ -1,4 +1,8 @@
-"""Autocast as Dynamo writes it into a graph, and which operators it has a rule for."""
+"""Autocast as Dynamo writes it into a graph, and which operators it has a rule for.
+
+Private: ``torch.amp.autocast_mode._enter_autocast``, ``_exit_autocast`` and the dispatcher's table of kernels (torch
+2.11 to 2.14).
+"""
 
 from __future__ import annotations
 

@@ -11,96 +11,17 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_passes import capture, ops, rewrite
+from helpers_passes import capture, ops
+from helpers_residual import BF16, D, Function, PostNorm, autocast, dtypes, rounded, rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from loka_compile import apply_mods
 from loka_compile.config import LokaConfig
 from loka_compile.passes.base import PassContext
-from loka_compile.passes.manager import check_outputs, output_values
 from loka_compile.passes.residual_dtype import residual_dtype
 
-BF16, D = torch.bfloat16, 16
-
-
 pytestmark = pytest.mark.usefixtures("norms_in_fp32")
-
-
-class PostNorm(nn.Module):
-    """x' = LN(cat(silu(LN(a(x))), b(x)) + x): Wukong's shape, [B, 4, 16]."""
-
-    def __init__(self, layers=2, norm=nn.LayerNorm):
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.a = nn.ModuleList(nn.Linear(D, D) for _ in range(layers))
-        self.inner = nn.ModuleList(norm(D) for _ in range(layers))
-        self.b = nn.ModuleList(nn.Linear(D, D) for _ in range(layers))
-        self.outer = nn.ModuleList(norm(D) for _ in range(layers))
-        self.head = nn.Linear(4 * D, 1)
-
-    def forward(self, x):
-        x = self.first(x)
-        for a, inner, b, outer in zip(self.a, self.inner, self.b, self.outer, strict=True):
-            left, right = x.chunk(2, 1)
-            new = torch.cat([F.silu(inner(a(left))), b(right)], 1)
-            x = outer(new + x)
-        return self.head(x.flatten(1))
-
-
-def autocast(dtype=BF16, enabled=True):
-    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
-
-
-def dtypes(gm, kinds=("call_function", "call_method")):
-    """Recorded dtypes of the calls, by short name."""
-    found = {}
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if node.op in kinds and isinstance(value, torch.Tensor):
-            name = node.target if isinstance(node.target, str) else node.target.__name__
-            found.setdefault(name, []).append(value.dtype)
-    return found
-
-
-def rounded(fn, *inputs, ambient=BF16, **options):
-    """Capture under autocast and run the passes; the graph's outputs must keep their dtypes."""
-    model = fn if isinstance(fn, nn.Module) else _Function(fn)
-    with autocast(ambient or BF16, enabled=ambient is not None):
-        gm = capture(model, *inputs)
-        expected = output_values(gm)
-        report = rewrite(gm, **{"residual_dtype": "autocast", "mods": "none", **options})
-        check_outputs(gm, expected, ())
-        _recorded_dtypes_are_true(gm)
-    return gm, report
-
-
-class _Function(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-        self.linear, self.norm, self.other = nn.Linear(D, D), nn.LayerNorm(D), nn.LayerNorm(D)
-
-    def forward(self, *inputs):
-        return self.fn(self, *inputs)
-
-
-def _recorded_dtypes_are_true(gm):
-    """Runs the graph and compares each node's dtype with what the pass says it is now."""
-
-    class Check(torch.fx.Interpreter):
-        def run_node(self, n):
-            got = super().run_node(n)
-            said = n.meta.get("example_value")
-            if isinstance(got, torch.Tensor) and isinstance(said, torch.Tensor):
-                assert got.dtype == said.dtype, f"{n.name}: {got.dtype}, recorded {said.dtype}"
-            return got
-
-    Check(gm).run(*gm.meta["inputs"])
-
-
-def rows(*shape):
-    return torch.randn(*(shape or (3, 4, D)))
 
 
 # ---------------------------------------------------------------------------------------------- where it acts
@@ -171,7 +92,7 @@ def test_autocast_off_around_and_nested_dtype():
     assert ops(gm).count("half") == 1
     gm, report = rounded(lambda m, x: m.norm(m.linear(x)) + x, rows(), ambient=None)
     assert report.count("residual_dtype") == 0
-    assert ops(gm) == ops(capture(_Function(lambda m, x: m.norm(m.linear(x)) + x), rows()))
+    assert ops(gm) == ops(capture(Function(lambda m, x: m.norm(m.linear(x)) + x), rows()))
 
 
 def test_a_device_whose_autocast_has_no_rule_is_left_alone(norms_in_fp32, monkeypatch):
@@ -227,7 +148,7 @@ def test_only_safe_consumers_read_the_rounded_value():
 
     x = rows()
     torch.manual_seed(0)
-    model = _Function(fn)
+    model = Function(fn)
     with autocast():
         want = model(x)
     gm, report = rounded(model, x)
@@ -342,7 +263,7 @@ def write_downstream(m, x):
 
 @pytest.mark.parametrize("fn", [add_to_the_norm, add_to_a_view, write_an_item, write_downstream])
 def test_what_is_written_in_place_is_not_a_copy(fn):
-    x, model = rows(), _Function(fn)
+    x, model = rows(), Function(fn)
     with torch.no_grad():
         with autocast():
             want = model(x)
