@@ -32,6 +32,7 @@ from rich.table import Table
 from benchmarks._console import console
 from benchmarks.e2e_arm import ArmFailedError, Handle, LocalArm, RemoteArm, Spec
 from benchmarks.e2e_plots import plot_latency, plot_speedup
+from benchmarks.kernel_kinds import breakdown
 from benchmarks.quality_arms import ARMS, device_text, why_not
 from examples.models.registry import MODELS
 from examples.training.checkpoint import atomic_write
@@ -41,6 +42,8 @@ DEFAULT_ARMS = ("bf16", "loka", "torchao_tensorwise", "torchao_rowwise", "mods")
 MODES = ("training", "inference", "frozen")
 #: Share of the time given that preparing may take; the rest is for measuring what got ready.
 PREPARING = 0.75
+#: Kernels of which the time is noted one by one, and characters of their names.
+LONGEST, NAME = 40, 160
 app = typer.Typer(add_completion=False)
 
 
@@ -150,8 +153,10 @@ def measure(arms: list[Handle], steps: int, rounds: int, results: Results, until
         if time.monotonic() > until:
             results.say(f"no time was left to see where the time of {arm.spec} goes")
             break
-        kinds = arm.kinds()
-        results.found["models"][arm.spec.model][arm.spec.mode][arm.spec.arm]["microseconds_by_kind"] = kinds
+        times = arm.kernels()
+        entry = results.found["models"][arm.spec.model][arm.spec.mode][arm.spec.arm]
+        entry["microseconds_by_kind"] = breakdown(times)
+        entry["longest_kernels"] = [[name[:NAME], us] for name, us in list(times.items())[:LONGEST]]
         results.save()
 
 

@@ -1,7 +1,7 @@
 """One arm of one model, ready to be timed, in this process or in one of its own (``python -m benchmarks.e2e_arm``).
 
 As a program it prepares the arm that its argument names, prints a line of JSON, then answers lines on its standard
-input: ``time STEPS`` with seconds per step, ``kinds`` with microseconds by kind of kernel. It ends with its input.
+input: ``time STEPS`` with seconds per step, ``kernels`` with microseconds by kernel. It ends with its input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch._inductor.config
 
 from benchmarks._children import end, last_line, start
-from benchmarks.kernel_kinds import breakdown
+from benchmarks.kernel_kinds import kernel_times
 from benchmarks.quality_arms import ARMS, fp8_summary, planned_arm, prepare
 from examples.data.stream import Batch
 from examples.data.synthetic import SyntheticConfig, SyntheticStream
@@ -72,8 +72,8 @@ class Handle(Protocol):
     def time(self, steps: int) -> float:
         """Seconds of one step, over so many."""
 
-    def kinds(self) -> dict[str, float]:
-        """Microseconds of one step by kind of kernel."""
+    def kernels(self) -> dict[str, float]:
+        """Microseconds of one step by kernel, the longest first."""
 
 
 class LocalArm:
@@ -131,9 +131,9 @@ class LocalArm:
             self._wait()
             return (time.perf_counter() - began) / steps
 
-    def kinds(self) -> dict[str, float]:
+    def kernels(self) -> dict[str, float]:
         with self._constants():
-            return breakdown(lambda: self._call(0), 3, self._device)
+            return kernel_times(lambda: self._call(0), 3, self._device)
 
     def _constants(self) -> Any:
         """Dynamo compiles again when this switch is not as it was."""
@@ -201,8 +201,8 @@ class RemoteArm:
     def time(self, steps: int) -> float:
         return float(self._ask(f"time {steps}"))
 
-    def kinds(self) -> dict[str, float]:
-        return dict(self._ask("kinds"))
+    def kernels(self) -> dict[str, float]:
+        return dict(self._ask("kernels"))
 
     def last_words(self) -> str:
         """What it printed last."""
@@ -235,7 +235,7 @@ def main(spec: Spec) -> None:
     print(json.dumps(arm.facts()), file=answers, flush=True)
     for line in sys.stdin:
         what, *rest = line.split()
-        print(json.dumps(arm.time(int(rest[0])) if what == "time" else arm.kinds()), file=answers, flush=True)
+        print(json.dumps(arm.time(int(rest[0])) if what == "time" else arm.kernels()), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -34,16 +34,24 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in _RULES if re.search(pattern, name)), "other")
 
 
-def breakdown(call: Callable[[], object], repeats: int, device: torch.device) -> dict[str, float]:
-    """Microseconds of one call for each kind: kernel time on a GPU, own time of operators on a CPU."""
+def kernel_times(call: Callable[[], object], repeats: int, device: torch.device) -> dict[str, float]:
+    """Microseconds of one call by kernel, the longest first: kernel time on a GPU, own time of operators on a CPU."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as recorded:
         for _ in range(repeats):
             call()
         if on_gpu:
             torch.cuda.synchronize()
-    times = dict.fromkeys(KINDS, 0.0)
-    for event in recorded.key_averages():
-        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        times[kind_of(event.key)] += spent / repeats
-    return times
+    times = {
+        event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / repeats
+        for event in recorded.key_averages()
+    }
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def breakdown(times: Mapping[str, float]) -> dict[str, float]:
+    """The same by kind."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for kernel, spent in times.items():
+        found[kind_of(kernel)] += spent
+    return found

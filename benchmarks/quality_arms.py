@@ -151,13 +151,14 @@ def _torchao(dense: nn.Module, recipe: str, min_features: int, *, emulate: bool)
 
 
 def fp8_summary(report: Any) -> dict[str, Any]:
-    """What a compile by loka did, in plain values: kernels, and which GEMMs stayed in high precision and why."""
+    """What a compile by loka did: kernels, which GEMMs stayed in high precision and why, and what was fused."""
     # Of a compile out of the cache the report knows the plan alone.
     known = report if report.gemms or report.plan is None else report.plan
     return {
         "kernels": known.counts(),
         "chains": report.chains,
         "high_precision": {f"{d.site} {d.role}": d.reason for d in known.decisions if d.is_high_precision},
+        "fusions": report.fusions,
     }
 
 
