@@ -62,6 +62,12 @@ class Lowering:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+#: Tensors that an elementwise value with several readers may be made of before Inductor writes it to memory (its own
+#: default: 4). Where a residual stream branches, its gradient is a sum of four and a norm's weight: written in fp32 and
+#: read again, it cost a Wukong on an H200 6 % of a step (docs/models.md).
+_READS = 8
+
+
 class JointPass(CustomGraphPass):
     """On the joint forward and backward graph: roles, plan, kernels."""
 
@@ -139,7 +145,10 @@ def config_patches(lowering: Lowering, patches: Mapping[str, Any]) -> dict[str, 
     lowering.user_joint = configured("joint_custom_pre_pass")
     lowering.user_post_grad = configured("post_grad_custom_pre_pass")
     # One composite each: torch 2.11 takes a single pass where 2.13 takes a list.
-    return {"joint_custom_pre_pass": JointPass(lowering), "post_grad_custom_pre_pass": PostGradPass(lowering)}
+    hooks = {"joint_custom_pre_pass": JointPass(lowering), "post_grad_custom_pre_pass": PostGradPass(lowering)}
+    if "realize_reads_threshold" in patches:
+        return hooks
+    return {**hooks, "realize_reads_threshold": max(_READS, inductor_config.realize_reads_threshold)}
 
 
 def _as_list(value: Any) -> list[Any]:

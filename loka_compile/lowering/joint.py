@@ -22,7 +22,7 @@ from loka_compile.lowering.by_batch import encode
 from loka_compile.lowering.inline import inline
 from loka_compile.lowering.providers import get_provider
 from loka_compile.lowering.providers.base import Provider
-from loka_compile.lowering.roles import MatMul, find_matmuls
+from loka_compile.lowering.roles import MatMul, as_it_stands, find_matmuls
 from loka_compile.lowering.selftest import refusal
 from loka_compile.plan import BatchRange, Decision, Plan
 from loka_compile.report import LoweredGemm, Report
@@ -47,7 +47,8 @@ def lower_gemms(graph: fx.Graph, plan: Plan | None, report: Report, *, emulate: 
     matmuls, unmapped = find_matmuls(graph)
     report.unmapped = unmapped
     lowered = 0
-    for matmul in matmuls:
+    for before in matmuls:
+        matmul = as_it_stands(before.node, before.site, before.role, before.grad_first)
         gemm = describe(matmul)
         if gemm is None:
             report.unmapped.append(f"{matmul.node.name}: of {matmul.site}, its size is unknown when compiling")

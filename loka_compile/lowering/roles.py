@@ -89,16 +89,21 @@ def find_matmuls(graph: fx.Graph) -> tuple[list[MatMul], list[str]]:
         if role is None:
             unmapped.append(f"{node.name}: of {site}, but it shares neither activation nor weight with a forward")
             continue
-        first, second = _operands(node)
-        bias = node.args[0] if node.target is aten.addmm.default else None
-        if node.kwargs or (bias is not None and len(node.args) > 3):
+        if node.kwargs or (node.target is aten.addmm.default and len(node.args) > 3):
             unmapped.append(f"{node.name}: of {site}, a scaled addmm")
             continue
-        found.append(MatMul(node, site, role, _first(first), _second(second), bias, grad_first))
+        found.append(as_it_stands(node, site, role, grad_first))
     for node in graph.nodes:
         if node.target is aten.bmm.default and site_of(node):
             unmapped.append(f"{node.name}: of {site_of(node)}, a batched product")
     return found, unmapped
+
+
+def as_it_stands(node: fx.Node, site: str, role: Role, grad_first: bool) -> MatMul:
+    """The product with the operands that its node has now: lowering the product in front of it has changed them."""
+    first, second = _operands(node)
+    bias = node.args[0] if node.target is aten.addmm.default else None
+    return MatMul(node, site, role, _first(first), _second(second), bias, grad_first)  # type: ignore[arg-type]
 
 
 def site_of(node: fx.Node) -> str:

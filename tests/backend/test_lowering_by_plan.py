@@ -33,6 +33,28 @@ def difference(a, b):
     return max(float((x.double() - y.double()).abs().max() / y.abs().max()) for x, y in pairs)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_that_feed_each_other(recipe, fuse, no_codegen):
+    """No operator between two layers: the second product's operand is the first, which is replaced before it."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(k, n, bias=False) for k, n in ((48, 80), (80, 64), (64, 96))))
+    reference = exact(model)
+    x = torch.randn(96, 48, requires_grad=True)
+    choices = {f"{index}#0 {role}": f"emulated:{recipe}" for index in range(3) for role in ROLES}
+    run, watch = compile_with(model, choices, fuse=fuse)
+    got = train_step(run, model, x)
+
+    def rounded(x):
+        for layer in reference:
+            x = Layer.apply(x, layer.weight, dict.fromkeys(ROLES, recipe), None)
+        return x
+
+    want = train_step(rounded, reference, x.double())
+    without = train_step(reference, reference, x.double())
+    assert difference(got, want) < 0.3 * difference(without, want)
+    assert watch.last.counts() == {f"emulated:{recipe}": 9}
+
+
 CASES = [(r, role) for r in RECIPES for role in ROLES if (r, role) != ("blockwise", "grad_weight")]
 
 

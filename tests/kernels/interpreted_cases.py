@@ -19,6 +19,7 @@ from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 from loka_compile.kernels.cast import cast_transpose, quantize_weights
+from loka_compile.kernels.turn import turn
 from loka_compile.kernels.config import GemmConfig, MeetingConfig
 from loka_compile.kernels.gemm_block_norm import launch
 from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
@@ -328,6 +329,14 @@ def test_cast_transpose(dtype: torch.dtype) -> None:
     only = cast_transpose(x, x.abs().amax(0), dtype, with_q=False)
     assert only[0].numel() == 0
     assert torch.equal(only[1].float(), qt.float())
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (128, 128), (199, 13), (136, 130), (130, 260)])
+def test_turned_bytes(m: int, n: int) -> None:
+    x = torch.randint(0, 256, (m, n), dtype=torch.uint8)  # every byte, NaN too
+    found = turn(x.view(torch.float8_e4m3fn))
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), x.t())
 
 
 def test_weights_of_all_shapes_together() -> None:

@@ -167,6 +167,22 @@ def test_cast_transpose(shape: tuple[int, int], dtype: torch.dtype, magnitude: f
     assert (q.float() != expected.float()).float().mean().item() < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("m", "n"), [(1, 1), (1, 384), (4, 13), (199, 384), (2048, 448), (8192, 1536), (4096, 13), (30, 70000)]
+)
+def test_turned_bytes(m: int, n: int, dtype: torch.dtype) -> None:
+    import loka_compile.lowering.fused.ops  # noqa: F401  (registers the operator)
+    from loka_compile.kernels.turn import turn
+
+    x = torch.randint(0, 256, (m, n), device="cuda", dtype=torch.uint8)  # every byte, NaN too
+    found = turn(x.view(dtype))
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), x.t())
+    assert torch.equal(torch.ops.loka.turn_fp8(x.view(dtype)).view(torch.uint8), x.t())
+
+
 def test_weights_together() -> None:
     from loka_compile.kernels.cast import quantize_weights
 

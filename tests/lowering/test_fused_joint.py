@@ -215,3 +215,23 @@ def test_a_grad_input_gemm_is_folded_into_the_gradient_below(read_elsewhere: boo
     grad = aten.hardswish_backward(0.25 * a.double() @ b.double().t(), y.double().view(64, 512))
     dx = ref.block_norm_backward_ref(grad, y.double().view(64, 512), rstd.double().view(64, 2), 256, False)
     assert relative(gm(a, b, s, y, rstd, w)[0], 0.5 * dx @ w.to(E4M3).double().t()) < 0.05
+
+
+@pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+def test_gradients_of_the_outputs_are_no_weights() -> None:
+    """They are inputs of the joint graph as weights are, but what reads them belongs to the backward."""
+    from torch import nn
+
+    from loka_compile.plan import Decision, Plan
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 64, bias=False)).bfloat16()
+    plan = Plan(tuple(
+        Decision(f"{index}#0", role, "torch", "tensorwise", "test", None, None, ())
+        for index in (0, 1) for role in ("forward", "grad_input", "grad_weight")
+    ))  # fmt: skip
+    x, grad = torch.randn(64, 32).bfloat16(), torch.randn(64, 64).bfloat16()
+    torch.compile(model, backend="loka", options={"plan": plan, "mods": "none"})(x).backward(grad)
+    expected = grad.double().t() @ (x.double() @ model[0].weight.double().t())
+    assert relative(model[1].weight.grad, expected) < 0.026 * 3**0.5 * 1.5

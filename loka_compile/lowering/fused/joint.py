@@ -35,6 +35,7 @@ from loka_compile.lowering.fused.match import (
     sort_topologically,
 )
 from loka_compile.lowering.fused.product import block_refusal, is_sum, on_this_device
+from loka_compile.lowering.fused.turns import turn_activations
 from loka_compile.lowering.roles import MatMul
 from loka_compile.report import Report
 
@@ -53,7 +54,7 @@ def fuse_joint(graph: fx.Graph, report: Report, save_fp8: bool = False) -> int:
     # What the kernels of this graph meet with, by device; those of the backward use that of the forward.
     states: dict[torch.device, fx.Node] = {}
     emitted += _weights(graph, found, report) + gradients(graph, found, report, states, save_fp8)
-    emitted += group_grad_weights(graph, report)
+    emitted += turn_activations(graph, found, report) + group_grad_weights(graph, report)
     if emitted:
         sort_topologically(graph)
         graph.eliminate_dead_code()
@@ -73,7 +74,7 @@ def _weights(graph: fx.Graph, found: list[Quantise], report: Report) -> int:
     if inductor_config.freezing:
         return 0  # Constant folding quantises weights at compile time, once; it wants plain aten.
     emitted = 0
-    inputs = [q for q in found if q.factor is None and q.source.op == "placeholder" and q.source.meta["val"].dim() == 2]
+    inputs = [q for q in found if q.factor is None and _is_input(q.source)]
     inputs = [q for q in inputs if not on_this_device(q.node.meta["val"]) and _static(q.source)]
     for dtype in dict.fromkeys(q.dtype for q in inputs):
         group = [q for q in inputs if q.dtype == dtype]
@@ -101,6 +102,12 @@ def _weights(graph: fx.Graph, found: list[Quantise], report: Report) -> int:
         )
         emitted += 1
     return emitted
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Whether the forward is given this matrix; gradients of its outputs are inputs of the joint graph too."""
+    is_given = node.op == "placeholder" and node.meta.get("partitioner_tag") != "is_backward"
+    return is_given and node.meta["val"].dim() == 2
 
 
 def _static(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@
     block_norm_backward_amax  gradient through HardSwish and BlockNorm, its tile maxima, the FP8 transpose of the input
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
     quantize_weights          every weight of a model in FP8, in both orientations
+    turn_fp8                  the transpose of an FP8 tensor
 
 All are functional: outputs are fresh, inputs are not written.
 """
@@ -36,6 +37,7 @@ LIBRARY.define(
     tags=_TAGS,
 )
 LIBRARY.define("quantize_weights(Tensor[] weights, ScalarType dtype, bool[] with_qt) -> Tensor[]", tags=_TAGS)
+LIBRARY.define("turn_fp8(Tensor x) -> Tensor", tags=_TAGS)
 
 
 def blocks_of(n: int, block: int) -> int:
@@ -177,11 +179,27 @@ def _weights_cuda(weights: list[Tensor], dtype: torch.dtype, with_qt: list[bool]
     return q + qt + scales
 
 
+def _turn_fake(x: Tensor) -> Tensor:
+    """x [M, N] in FP8 -> its transpose [N, M], contiguous."""
+    return x.new_empty((x.shape[1], x.shape[0]))
+
+
+def _turn_any(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
+def _turn_cuda(x: Tensor) -> Tensor:
+    from loka_compile.kernels.turn import turn
+
+    return turn(x.contiguous()) if x.numel() else _turn_any(x)
+
+
 for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
     ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
     ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
     ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
+    ("turn_fp8", _turn_any, _turn_cuda, _turn_fake),
 ):
     LIBRARY.impl(_name, _any, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")
