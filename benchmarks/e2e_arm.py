@@ -161,7 +161,7 @@ def capture(
             run(inputs)
     except RuntimeError as error:
         torch.cuda.synchronize()
-        return None, f"failed: {str(error).splitlines()[0]}"
+        return None, f"failed: {str(first_of(error)).splitlines()[0]}"
 
     def replay(i: int) -> None:
         for mine, new in zip(inputs, batches[i % len(batches)], strict=True):
@@ -170,6 +170,13 @@ def capture(
         graph.replay()
 
     return replay, "yes"
+
+
+def first_of(error: BaseException) -> BaseException:
+    """What went wrong first: ending a broken capture is an error of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 class RemoteArm:

@@ -40,6 +40,13 @@ def test_lowering_helpers_exist() -> None:
         assert callable(getattr(SizeVarAllocator, method))
 
 
+def test_a_buffer_can_be_kept_out_of_fusion() -> None:
+    from torch._inductor import graph, scheduler
+
+    assert "self.no_fuse_buffer_names" in inspect.getsource(graph)
+    assert "V.graph.no_fuse_buffer_names" in inspect.getsource(scheduler)
+
+
 def test_a_template_is_made_once() -> None:
     from torch._inductor.select_algorithm import TritonTemplate
 

@@ -1,4 +1,4 @@
-"""Inductor's Triton templates. Private: ``select_algorithm``, ``kernel.mm_common``, ``lowering``, ``ir``.
+"""Inductor's Triton templates. Private: ``select_algorithm``, ``kernel.mm_common``, ``lowering``, ``ir``, ``graph``.
 
 Differences that matter here: ``TritonTemplate`` asserts that its name is new (2.11 to 2.13; later it tolerates the same
 source); a single choice needs no ``autotune_select_algorithm``, whose result changed from a node to a pair in 2.13.
@@ -79,6 +79,15 @@ def empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
     buffer = empty_strided(list(size), None, dtype=dtype, device=device)
     buffer.realize()
     return buffer
+
+
+def written(x: Any) -> Any:
+    """x, written to memory by a kernel that no reader is fused into. ``no_fuse_buffer_names`` is in 2.11 to 2.14."""
+    from torch._inductor.virtualized import V
+
+    x.realize()
+    V.graph.no_fuse_buffer_names.add(x.get_name())
+    return x
 
 
 #: What was made once for a graph that is being lowered.

@@ -24,6 +24,7 @@ from loka_compile.lowering.checkpointing import keep_fp8_between_regions
 from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
 from loka_compile.lowering.fused.forward import fuse
 from loka_compile.lowering.fused.inputs import quantise_inputs
+from loka_compile.lowering.fused.joined import write_joined
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
 from loka_compile.lowering.zero_gradients import share_zero_gradients
@@ -123,6 +124,7 @@ class PostGradPass(CustomGraphPass):
         if low.config.fuse:
             fuse(graph, low.report)
             quantise_inputs(graph, low.report)
+            write_joined(graph, low.report)
         decompose(graph)
         if half == "backward":
             share_zero_gradients(graph)

@@ -82,8 +82,9 @@ def _why_not(node: fx.Node, x: fx.Node) -> str:
         return f"its rows of {row} {value.dtype} are not whole {_ALIGNMENT} bytes"
     for user in node.users:
         if swapped(user) is node:
-            if any(swapped(reader) is user for reader in user.users):
-                return f"{user.name} is transposed once more"
+            again = [reader for reader in user.users if swapped(reader) is user]
+            if any(kind(reader) not in GEMMS for back in again for reader in back.users):
+                return f"{user.name} is transposed once more"  # and may be viewed in ways that need these strides
         elif kind(user) not in GEMMS - {"linear"}:
             return f"{user.name} reads it with the tokens last"
     return ""

@@ -79,7 +79,7 @@ def test_graphs_and_diffs(no_codegen):
     """Every stage's graph is kept; the diff of a pass is what that pass changed and nothing else."""
     report = loka_compile.explain(Tower((13, 256)), torch.randn(4, 13), options=OFF, show=False)
     names = report.stage_names()
-    assert names[:5] == ["before", "bias_removal", "block_norm", "hard_swish", "sites"]
+    assert names[:6] == ["before", "bias_removal", "block_norm", "hard_swish", "token_mixing", "sites"]
     assert {"joint", "forward", "backward"} <= set(names)
     before, after = report.graph("before"), report.graph("after")
     assert "functional.layer_norm(" in before
@@ -193,7 +193,7 @@ def test_report_as_plain_data(no_codegen):
     """JSON without special cases, with the same counts."""
     report = loka_compile.explain(Tower((13, 256)), torch.randn(4, 13), options=OFF, show=False)
     data = json.loads(json.dumps(report.to_dict()))
-    assert [s["name"] for s in data["stages"]] == ["bias_removal", "block_norm", "hard_swish", "sites"]
+    assert [s["name"] for s in data["stages"]] == ["bias_removal", "block_norm", "hard_swish", "token_mixing", "sites"]
     assert all(s["seconds"] >= 0 for s in data["stages"])
     assert data["counts"] == report.counts()
     assert {(g["site"], g["role"]) for g in data["gemms"]} == {(g.gemm.site, g.gemm.role.value) for g in report.gemms}

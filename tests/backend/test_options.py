@@ -201,3 +201,17 @@ def test_every_option_is_in_the_table_of_options():
     for field in dataclasses.fields(LokaConfig):
         line = next(i for i, text in enumerate(source) if text.startswith(f"    {field.name}: "))
         assert source[line - 1].strip().startswith("#:"), field.name
+
+
+def test_sums_of_a_residual_stream_are_read_by_what_reads_them(no_codegen):
+    """Inductor writes a value to memory that is made of more tensors than this; a user's own number is kept."""
+    import torch._inductor.config as inductor_config
+
+    from loka_compile.lowering.hooks import Lowering, config_patches
+    from loka_compile.report import Report
+
+    lowering = Lowering(LokaConfig(), Report())
+    assert config_patches(lowering, {})["realize_reads_threshold"] == 8
+    assert "realize_reads_threshold" not in config_patches(lowering, {"realize_reads_threshold": 3})
+    with inductor_config.patch(realize_reads_threshold=30):
+        assert config_patches(lowering, {})["realize_reads_threshold"] == 30

@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.model_reports import report_of, table
 from examples.data.stream import Schema
 from examples.models.registry import MODELS, build
+from examples.models.wukong import TokenLinear
 from loka_compile import apply_mods, reports
 from tests.backend.helpers_backend import Interpreted
 
@@ -71,11 +72,18 @@ def test_trains_in_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert {kind: kinds.count(kind) for kind in kinds} == chains
     assert any(refusal in r.reason for r in report.refusals), [r.reason for r in report.refusals]
     roles = {(g.gemm.site, str(g.gemm.role)) for g in report.gemms}
-    linears = [n for n, m in dense.named_modules() if isinstance(m, nn.Linear)]
+    # Layers over the tokens are products of a batch, and no sites.
+    batched = {m.site for stage in report.stages if stage.name == "token_mixing" for m in stage.matched}
+    assert batched == {n for n, m in dense.named_modules() if is_over_tokens(n, m)}
+    linears = [n for n, m in dense.named_modules() if isinstance(m, nn.Linear) and n not in batched]
     assert {(f"{n}#0", "forward") for n in linears} <= roles
     # The pool has one query in this size: the gradient of its weight is an outer product, which is no GEMM.
     assert {(f"{n}#0", "grad_weight") for n in linears if not n.endswith("pool.query")} <= roles
     assert report.unmapped == []
+
+
+def is_over_tokens(name: str, module: nn.Module) -> bool:
+    return isinstance(module, TokenLinear) or name.endswith("fmb.project")
 
 
 def test_code_is_generated_for_chains_of_every_kind() -> None:

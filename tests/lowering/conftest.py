@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loka_compile.lowering.fused import gradients, grouped, inputs, joint, product, turns
+from loka_compile.lowering.fused import gradients, grouped, inputs, joined, joint, product, turns
 
 
 @pytest.fixture
@@ -16,3 +16,4 @@ def _emit_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "on_this_device", lambda value: "")
     monkeypatch.setattr(inputs, "on_this_device", lambda value: "")
     monkeypatch.setattr(turns, "on_this_device", lambda value: "")
+    monkeypatch.setattr(joined, "on_this_device", lambda value: "")

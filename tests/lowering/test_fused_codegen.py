@@ -62,6 +62,15 @@ def test_scales_in_blocks_are_read_where_they_lie(generated: dict[str, Any], cas
     assert sum("gemm_block_norm" in kernel for kernel in generated[case]["kernels"]) == 1
 
 
+def test_what_is_materialised_is_written_by_kernels_that_end_there(generated: dict[str, Any]) -> None:
+    """Its two pieces each where they are made, so that the rounding reads one tensor."""
+    found = generated["joined"]
+    (rounding,) = [kernel for kernel in found["kernels"] if "_amax_" in kernel]
+    assert found["launches"] == 3
+    assert "_flip_" not in rounding
+    assert "_mul_" not in rounding
+
+
 def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> None:
     assert generated["inference"]["descriptors"] == 2
     assert generated["unaligned"]["descriptors"] == 0

@@ -83,6 +83,21 @@ def test_others_stay_linear_layers(how):
     assert len(matched(report).refused) == (how in reasons)
 
 
+def test_layers_behind_each_other():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Mixing(SPELLINGS["transpose"]), Mixing(SPELLINGS["mT"], tokens=M, out=3)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(x) + x[:, :3]
+
+    gm, report = run(Two(), torch.randn(B, N, D))
+    assert [m.site for m in matched(report).matched] == ["first.linear", "second.linear"]
+    assert "linear" not in ops(gm)
+
+
 def test_rows_that_no_load_fits_stay():
     gm, report = run(Mixing(SPELLINGS["transpose"]), torch.randn(B, N, 13))
     assert ops(gm).count("linear") == 1

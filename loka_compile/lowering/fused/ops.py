@@ -5,6 +5,7 @@
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
     quantize_weights          every weight of a model in FP8, in both orientations
     turn_fp8                  the transpose of an FP8 tensor
+    materialise               a tensor as it is; Inductor writes it to memory in a kernel that ends there
 
 All are functional: outputs are fresh, inputs are not written.
 """
@@ -38,6 +39,7 @@ LIBRARY.define(
 )
 LIBRARY.define("quantize_weights(Tensor[] weights, ScalarType dtype, bool[] with_qt) -> Tensor[]", tags=_TAGS)
 LIBRARY.define("turn_fp8(Tensor x) -> Tensor", tags=_TAGS)
+LIBRARY.define("materialise(Tensor x) -> Tensor", tags=_TAGS)
 
 
 def blocks_of(n: int, block: int) -> int:
@@ -200,6 +202,7 @@ for _name, _any, _cuda, _fake in (
     ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
     ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
     ("turn_fp8", _turn_any, _turn_cuda, _turn_fake),
+    ("materialise", torch.clone, torch.clone, torch.empty_like),
 ):
     LIBRARY.impl(_name, _any, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")
