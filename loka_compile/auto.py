@@ -32,6 +32,10 @@ class PlanAfterSampling:
     on with the version that they find.
     """
 
+    # Dynamo wraps what a backend returns and copies its ``__dict__``: with one, the first version and the first batch,
+    # whose autograd graph remembers the stream it was made on, would live on behind our back.
+    __slots__ = ("__weakref__", "_capture", "_lock", "_lowering", "_patches", "_planning", "_run", "_sampler")
+
     def __init__(
         self,
         gm: fx.GraphModule,
@@ -43,7 +47,7 @@ class PlanAfterSampling:
         calls = planning.config.auto_calls
         self._planning, self._lowering, self._patches = planning, lowering, patches
         self._capture: SavedCapture | None = SavedCapture(gm, example_inputs)
-        self._sampler = Sampler(calls, planning.config.fuse)
+        self._sampler: Sampler = Sampler(calls, planning.config.fuse)
         self._lock = threading.Lock()
         report = lowering.report
         report.notes.append(f"the first {calls} calls run in high precision and are sampled")

@@ -1,8 +1,10 @@
 """``table="auto"``: high precision while sampling, one plan, one switch, and a table that the next run finds."""
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -325,3 +327,22 @@ def test_cpu_without_target_says_so_and_does_not_sample(no_codegen):
     torch.compile(Tower((16, 256)), backend="loka")(torch.randn(4, 16))
     assert len(watch.reports) == 1
     assert any("no cost table for this cpu device" in note and '"target": "h200"' in note for note in watch.last.notes)
+
+
+def test_nothing_of_the_first_calls_stays_alive(no_codegen, tmp_path, monkeypatch):
+    """Dynamo wraps the function that switches and copies its attributes: the first batch, with the autograd graph of
+    what made it, must not live on there. (Its gradient would then wait for the stream of the first call, which breaks
+    the capture of a CUDA graph.)"""
+    monkeypatch.setenv("LOKA_CACHE_DIR", str(tmp_path))
+    table = nn.Embedding(10, 48)
+    run = torch.compile(Plain((48, 160, 80)), backend="loka", options={**AUTO, "mods": "none"})
+    watch = Watch()
+    alive = []
+    for _ in range(6):
+        x = table(torch.randint(10, (64,)))
+        alive.append(weakref.ref(x))
+        run(x).sum().backward()
+        del x
+    assert watch.last.plan is not None
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 6
