@@ -61,8 +61,8 @@ def swapped(node: Any) -> fx.Node | None:
         dims = node.args[1:] if len(node.args) == 3 else ()
         swaps = len(dims) == 2 and {d % 3 for d in dims if isinstance(d, int)} == {1, 2}
     elif node.target in ("permute", torch.permute):
-        dims = node.args[1:] if len(node.args) == 4 else node.args[1] if len(node.args) == 2 else ()
-        swaps = [d % 3 for d in dims if isinstance(d, int)] == [0, 2, 1] if isinstance(dims, (tuple, list)) else False
+        given: Any = node.args[1:] if len(node.args) == 4 else node.args[-1]
+        swaps = isinstance(given, (tuple, list)) and [d % 3 for d in given if isinstance(d, int)] == [0, 2, 1]
     else:
         return None
     return node.args[0] if swaps else None
@@ -110,7 +110,7 @@ def _rewrite(node: fx.Node, x: fx.Node) -> None:
         weight = cast(weight)
         own = weight.meta["example_value"]
         if own.shape[1] * own.dtype.itemsize % _ALIGNMENT:
-            # Rows of an odd number of tokens are read two bytes at a time; columns of the outputs, which seldom are odd.
+            # Rows of 34 tokens would be read two bytes at a time; outputs are a multiple of 8 more often.
             weight = add(own.t().contiguous(), "contiguous", add(own.t(), "t", weight))
             weight = add(own, "t", weight)
         wide = add(own.expand(batch, -1, -1), "expand", weight, add(batch, "size", x, 0), -1, -1)

@@ -19,13 +19,13 @@ from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 from loka_compile.kernels.cast import cast_transpose, quantize_weights
-from loka_compile.kernels.turn import turn
 from loka_compile.kernels.config import GemmConfig, MeetingConfig
 from loka_compile.kernels.gemm_block_norm import launch
 from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
 from loka_compile.kernels.grouped_gemm import grouped_gemm
 from loka_compile.kernels.tile_parts import TURN, room
+from loka_compile.kernels.turn import turn
 
 POINTERS = GemmConfig(block_m=16, block_k=16)
 TMA = GemmConfig(block_m=16, block_k=16, tma=True)

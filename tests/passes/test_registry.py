@@ -45,7 +45,9 @@ def test_the_default_order_is_the_tuple_in_the_package():
     everything = [p.name for p in snapshot(LokaConfig(residual_dtype="autocast"))]
     assert everything == [p.name for p in DEFAULT_PASSES]
     assert everything == ["bias_removal", "block_norm", "hard_swish", "residual_dtype", "token_mixing", "sites"]
-    assert names() == ["bias_removal", "block_norm", "hard_swish", "token_mixing", "sites"], "residual_dtype runs when it is asked for"
+    assert names() == ["bias_removal", "block_norm", "hard_swish", "token_mixing", "sites"], (
+        "residual_dtype runs when it is asked for"
+    )
 
 
 def test_place_before_after_and_by_default(register):
@@ -53,7 +55,17 @@ def test_place_before_after_and_by_default(register):
     register(relu_to_hardswish, "middle", after="block_norm")
     register(relu_to_hardswish, "default")
     register(relu_to_hardswish, "next", after="hard_swish")
-    assert names() == ["first", "bias_removal", "block_norm", "middle", "hard_swish", "default", "next", "token_mixing", "sites"]
+    assert names() == [
+        "first",
+        "bias_removal",
+        "block_norm",
+        "middle",
+        "hard_swish",
+        "default",
+        "next",
+        "token_mixing",
+        "sites",
+    ]
 
 
 def test_it_rewrites_and_shows_in_the_report(register):

@@ -37,7 +37,8 @@ def write_joined(graph: fx.Graph, report: Report) -> int:
     for cat in found:
         with graph.inserting_after(cat):
             (written,) = emit(graph, cat, torch.ops.loka.materialise.default, (cat,))
-        cat.replace_all_uses_with(written, delete_user_cb=lambda user, new=written: user is not new)
+        for user in [u for u in cat.users if u is not written]:
+            user.replace_input_with(cat, written)
         report.fusions.append(f"{cat.name}: written to memory before it is quantised")
     return len(found)
 
