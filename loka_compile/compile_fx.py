@@ -12,7 +12,6 @@ from torch import fx
 from loka_compile._compat import cpp_loop_split
 from loka_compile.frozen import FrozenWeights, is_weight
 from loka_compile.lowering.decomposition_table import decompositions
-from loka_compile.lowering.fused import ahead
 from loka_compile.lowering.hooks import Lowering, config_patches
 from loka_compile.report import new_report
 from loka_compile.trace_log import emit
@@ -41,7 +40,6 @@ def compile_rewritten(
     compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
         gm, example_inputs, config_patches=merged, decompositions=_Decompositions(decompositions())
     )
-    ahead.wait()
     lowering.report.from_cache = "joint" not in lowering.ran
     emit(lowering.report)
     return compiled

@@ -64,8 +64,7 @@ def block_norm_backward(
     dx = torch.empty_like(grad)
     amax = torch.empty((grid[0] * grid[1],), dtype=torch.float32, device=grad.device)
     xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=grad.device)
-    dev.launch(
-        _backward_kernel, grid,
+    _backward_kernel[grid](
         grad, y, rstd, dx, amax, xt, m, n, m // 4, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
         WRITE_XT=with_xt, WORDS=m % 4 == 0, PTX=dev.ptx(grad.device), num_warps=WARPS, num_stages=1,
         **dev.early(grad.device),

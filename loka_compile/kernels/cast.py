@@ -59,8 +59,7 @@ def cast_transpose(
     scale = torch.empty((), dtype=torch.float32, device=x.device)
     count = parts.numel()
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
-    dev.launch(
-        _cast_transpose_kernel, grid,
+    _cast_transpose_kernel[grid](
         x, parts, q, qt, scale, m, n, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
         CHUNK=max(32, min(1024, triton.next_power_of_2(max(count, 1)))), WRITE_Q=with_q, WRITE_QT=with_qt,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1, **dev.early(x.device),
@@ -149,9 +148,8 @@ def quantize_weights(
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
         blocks |= dev.early(ws[0].device)
         grid = (starts[-1],)
-        dev.launch(_amax_weights_kernel, grid, ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
-        dev.launch(
-            _cast_weights_kernel, grid,
+        _amax_weights_kernel[grid](ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
+        _cast_weights_kernel[grid](
             ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, tuple(starts), ms, ns,
             COUNT=len(ws), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256,
             TRANSPOSED=sum(with_qt[i] << at for at, i in enumerate(group)), **blocks,

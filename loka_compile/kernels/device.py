@@ -2,41 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch._subclasses.fake_tensor import FakeTensor
-from triton.runtime.jit import MockTensor
-
-
-class _Thread(threading.local):
-    """Whether this thread builds kernels without running them."""
-
-    builds_ahead = False
-
-
-thread = _Thread()
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """``kernel[grid](*args, **options)``; in a thread that builds ahead, with fake tensors, all but the run itself.
-
-    Built is what a call with tensors that begin on 16 bytes takes; another would be built when it comes.
-    """
-    if not thread.builds_ahead:
-        kernel[grid](*args, **options)
-        return
-    built = kernel.warmup(*map(_without_data, args), grid=grid, **options)
-    _ = getattr(built, "run", None)  # loads it, and builds what launches it
-
-
-def _without_data(arg: Any) -> Any:
-    if isinstance(arg, tuple):
-        return tuple(map(_without_data, arg))
-    return MockTensor(arg.dtype) if isinstance(arg, FakeTensor) else arg
 
 
 def early(device: torch.device) -> dict[str, Any]:

@@ -35,8 +35,7 @@ def turn(x: Tensor, *, block_w: int = 32, block_n: int = 128, warps: int = 4) ->
     m, n = x.shape
     out = torch.empty((n, m), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(m, 4 * block_w) * triton.cdiv(n, block_n),)
-    dev.launch(
-        _turn_kernel, grid,
+    _turn_kernel[grid](
         x.view(torch.uint8), out, m, n, triton.cdiv(m, 4), WORDS=m % 4 == 0, BLOCK_W=block_w, BLOCK_N=block_n,
         num_warps=warps, **dev.early(x.device),
     )  # fmt: skip

@@ -22,7 +22,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from loka_compile.config import LokaConfig
 from loka_compile.lowering.checkpointing import keep_fp8_between_regions
 from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
-from loka_compile.lowering.fused import ahead
 from loka_compile.lowering.fused.forward import fuse
 from loka_compile.lowering.fused.inputs import quantise_inputs
 from loka_compile.lowering.fused.joined import write_joined
@@ -94,7 +93,6 @@ class JointPass(CustomGraphPass):
             keep_fp8_between_regions(graph)
             if low.config.fuse:
                 fuse_joint(graph, low.report, low.config.save_fp8)
-                ahead.build(graph)
         if low.config.fuse:
             decompose_unfusable(graph)
         else:
@@ -125,8 +123,7 @@ class PostGradPass(CustomGraphPass):
         low.ran.append(half)
         if low.config.fuse:
             fuse(graph, low.report)
-            if quantise_inputs(graph, low.report):
-                ahead.build(graph)
+            quantise_inputs(graph, low.report)
             write_joined(graph, low.report)
         decompose(graph)
         if half == "backward":

@@ -17,7 +17,7 @@ from loka_compile._compat.shapes import size_hint
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.fused import configs
 from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, dtype_of, emit, is_call
-from loka_compile.lowering.fused.ops import LIBRARY, ON_CUDA
+from loka_compile.lowering.fused.ops import LIBRARY
 from loka_compile.lowering.fused.product import on_this_device
 from loka_compile.report import Report
 
@@ -144,5 +144,4 @@ def _cuda(
 
 LIBRARY.impl("grouped_scaled_mm", _any, "CPU")
 LIBRARY.impl("grouped_scaled_mm", _cuda, "CUDA")
-ON_CUDA["loka::grouped_scaled_mm"] = _cuda
 torch.library.register_fake("loka::grouped_scaled_mm", _fake, lib=LIBRARY)

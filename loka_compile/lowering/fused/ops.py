@@ -12,9 +12,6 @@ All are functional: outputs are fresh, inputs are not written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -199,10 +196,6 @@ def _turn_cuda(x: Tensor) -> Tensor:
     return turn(x.contiguous()) if x.numel() else _turn_any(x)
 
 
-#: What a CUDA device runs for an operator, for who builds its kernels ahead.
-ON_CUDA: dict[str, Callable[..., Any]] = {}
-
-
 for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
     ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
@@ -213,5 +206,4 @@ for _name, _any, _cuda, _fake in (
 ):
     LIBRARY.impl(_name, _any, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")
-    ON_CUDA[f"loka::{_name}"] = _cuda
     torch.library.register_fake(f"loka::{_name}", _fake, lib=LIBRARY)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.fused.configs import meeting_config
-from loka_compile.lowering.fused.ops import FP8, LIBRARY, ON_CUDA
+from loka_compile.lowering.fused.ops import FP8, LIBRARY
 
 #: As kernels.grid_barrier.STATE, which needs triton.
 STATE = 3
@@ -83,5 +83,4 @@ LIBRARY.impl("meeting_state", _state, "CompositeExplicitAutograd")
 torch.library.register_fake("loka::meeting_state", _state_fake, lib=LIBRARY)
 LIBRARY.impl("block_norm_backward_fp8", _any, "CPU")
 LIBRARY.impl("block_norm_backward_fp8", _cuda, "CUDA")
-ON_CUDA["loka::block_norm_backward_fp8"] = _cuda
 torch.library.register_fake("loka::block_norm_backward_fp8", _fake, lib=LIBRARY)
