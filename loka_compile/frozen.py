@@ -52,6 +52,10 @@ class FrozenWeights:
         compiler: compiles a graph without these inputs. It is called under ``freezing=True``.
     """
 
+    # Dynamo wraps what a backend returns and copies its ``__dict__``: with one, the first graph and its constants would
+    # outlive it (auto.py).
+    __slots__ = ("__weakref__", "_at", "_capture", "_compiler", "_compiles", "_lock", "_now", "_rest")
+
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler) -> None:
         self._capture = SavedCapture(gm, example_inputs)
         self._compiler = compiler

@@ -1,7 +1,9 @@
 """Inference with frozen weights: no work on them after the first call, and every change that torch can see is seen."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -214,6 +216,22 @@ def test_old_weights_are_let_go(no_codegen):
 
     gc.collect()
     assert old() is None
+
+
+def test_the_graph_of_old_weights_is_let_go(no_codegen):
+    """Its constants are a copy of the model's weights."""
+    model = Plain((48, 80, 64)).eval()
+    run, x = frozen(model), torch.randn(16, 48)
+    known = set(loka_compile.frozen._all)
+    with torch.no_grad():
+        run(x)
+        (now,) = set(loka_compile.frozen._all) - known
+        first = weakref.ref(now._now[1])
+        model.layers[0].weight.mul_(2)
+        run(x)
+    gc.collect()
+    assert now._compiles == 2
+    assert first() is None
 
 
 def test_weights_that_keep_changing_are_warned_of(no_codegen):
