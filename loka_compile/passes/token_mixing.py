@@ -73,6 +73,8 @@ def _why_not(node: fx.Node, x: fx.Node) -> str:
     value, weight = node.meta.get("example_value"), argument(node, 1, "weight").meta.get("example_value")
     if not isinstance(value, torch.Tensor) or not isinstance(weight, torch.Tensor):
         return "its shapes were not recorded"
+    if weight.dim() != 2:
+        return "its weight is no matrix"
     tokens, row = max(weight.shape), x.meta["example_value"].shape[-1]
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens are more than {MAX_TOKENS}"
@@ -80,6 +82,9 @@ def _why_not(node: fx.Node, x: fx.Node) -> str:
         return "the width of its rows is not known when compiling"
     if row * value.dtype.itemsize % _ALIGNMENT:
         return f"its rows of {row} {value.dtype} are not whole {_ALIGNMENT} bytes"
+    if weight.shape[0] > row:
+        # The gradient of w is summed over [B, m, n], which must not be more to move than x [B, n, d].
+        return f"{weight.shape[0]} tokens come out of rows of {row}"
     for user in node.users:
         if swapped(user) is node:
             again = [reader for reader in user.users if swapped(reader) is user]

@@ -74,7 +74,7 @@ def test_trains_in_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     roles = {(g.gemm.site, str(g.gemm.role)) for g in report.gemms}
     # Layers over the tokens are products of a batch, and no sites.
     batched = {m.site for stage in report.stages if stage.name == "token_mixing" for m in stage.matched}
-    assert batched == {n for n, m in dense.named_modules() if is_over_tokens(n, m)}
+    assert batched == {n for n, m in dense.named_modules() if is_over_tokens(n, m) and m.out_features <= 8}  # tiny rows
     linears = [n for n, m in dense.named_modules() if isinstance(m, nn.Linear) and n not in batched]
     assert {(f"{n}#0", "forward") for n in linears} <= roles
     # The pool has one query in this size: the gradient of its weight is an outer product, which is no GEMM.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loka_compile.report import reports
 
-B, N, D, M = 6, 10, 16, 4
+B, N, D, M = 6, 10, 32, 4
 
 
 class Mixing(nn.Module):
@@ -46,6 +46,7 @@ KEPT = {
     "norm over the tokens": (lambda x, f: F.layer_norm(f(x.transpose(1, 2)), (M,)).transpose(1, 2), {}),
     "transposed back and forth": (lambda x, f: f(x.mT).mT.mT.reshape(-1), {}),
     "another axis": (lambda x, f: f(x.transpose(0, 2)).transpose(0, 2), {"tokens": B}),
+    "more tokens than features": (lambda x, f: f(x.transpose(1, 2)).transpose(1, 2), {"out": D + 1}),
     "many tokens": (lambda x, f: f(x.transpose(1, 2)).transpose(1, 2), {"out": 300}),
 }
 
@@ -76,7 +77,8 @@ def test_others_stay_linear_layers(how):
     assert ops(gm).count("linear") == 1
     assert matched(report).matched == ()
     reasons = {"tokens last in the output": "with the tokens last", "norm over the tokens": "with the tokens last",
-               "transposed back and forth": "transposed once more", "many tokens": "300 tokens are more"}  # fmt: skip
+               "transposed back and forth": "transposed once more", "many tokens": "300 tokens are more",
+               "more tokens than features": "33 tokens come out of rows of 32"}  # fmt: skip
     assert [r.reason for r in matched(report).refused if reasons.get(how, "-") in r.reason] == [
         r.reason for r in matched(report).refused
     ]
@@ -148,8 +150,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
         (199, 34, 32, torch.float32, False, 1e-6),
         (7, 13, 5, torch.float64, False, 1e-14),
         (64, 34, 24, torch.bfloat16, False, 0.004),
-        (65, 13, 1, torch.float32, True, 0.006),
-        (64, 1, 3, torch.float32, True, 0.006),
+        (65, 13, 1, torch.float32, True, 0.01),
+        (64, 1, 3, torch.float32, True, 0.01),
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])
@@ -164,7 +166,8 @@ def test_numbers_and_gradients_against_fp64(batch, tokens, out, dtype, autocast,
     assert [m.kind for m in matched(reports()[-1]).matched] == ["batched"]
     assert found[0].dtype == (torch.bfloat16 if autocast else dtype)
     for a, b in zip(found, expected, strict=True):
-        # Rounded operands, and a gradient that is a sum of rounded products: a few roundings of 2^-9 (bf16).
+        # Rounded operands, and a gradient that is a sum of 64 rounded products of both signs, 8 times as large as one:
+        # at most 64 / 8 roundings of 2^-9 (bf16), if all had one sign.
         assert relative(a, b) < bound
 
 
