@@ -81,6 +81,11 @@ def _compile_graph(
     report.plan, report.table = planning.plan, planning.table
     if planning.note:
         report.notes.append(planning.note)
+    if passed_over := _passed_over(report):
+        report.notes.append(
+            f"the plan has FP8 for {', '.join(passed_over)}, which pass token_mixing computes as batched products; "
+            'disable_passes=("token_mixing",) carries the plan out there'
+        )
     if patches.get("freezing") and not _dynamo_freezes():
         report.notes.append(
             "option 'freezing' does nothing here: Dynamo, which would have to make constants of the weights, reads "
@@ -93,6 +98,14 @@ def _compile_graph(
         # Nothing of ours is in the graph: this is Inductor, with Inductor's own cache entries.
         return compile_rewritten(gm, example_inputs, None, patches)
     return compile_rewritten(gm, example_inputs, lowering, patches)
+
+
+def _passed_over(report: Report) -> list[str]:
+    """Layers over tokens that a plan would have in FP8, and that are no GEMMs of a site any more."""
+    batched = {match.site for stage in report.stages if stage.name == "token_mixing" for match in stage.matched}
+    planned = report.plan.decisions if report.plan is not None else ()
+    names = {d.site.partition("#")[0] for d in planned if not d.is_high_precision}
+    return sorted(names & batched)
 
 
 def device_of(example_inputs: Sequence[Any]) -> torch.device:

@@ -36,6 +36,7 @@ CALLS = {
         ([fp8(24, 48)] * 3, [fp8(40, 48)] * 3, [ONE] * 3, [ONE] * 3, torch.bfloat16, True),
     ),
     "weights": (loka.quantize_weights.default, ([torch.randn(24, 48), torch.randn(7, 5)], E4M3, [True, False])),
+    "materialised": (loka.materialise.default, (torch.randn(3, 5).t(),)),
     "turned": (loka.turn_fp8.default, (fp8(19, 48),)),
     "residual": (
         loka.gemm_block_norm.default,

@@ -11,6 +11,7 @@ from helpers_passes import ops, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from loka_compile.plan import Decision, Plan
 from loka_compile.report import reports
 
 B, N, D, M = 6, 10, 32, 4
@@ -175,12 +176,13 @@ def test_numbers_and_gradients_against_fp64(batch, tokens, out, dtype, autocast,
 def test_one_graph_for_all_batches():
     model = Mixing(SPELLINGS["transpose"])
     compiled = torch.compile(model, backend="loka", options={"table": "off"}, fullgraph=True)
-    before = len(reports())
+    made = set()
     for batch in (3, 8, 64, 2):
         x = torch.randn(batch, N, D)
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), model(x))
-    assert len(reports()) == before + 1
+        made.add(id(reports()[-1]))
+    assert len(made) == 1
     assert matched(reports()[-1]).matched
 
 
@@ -199,6 +201,19 @@ def test_in_a_checkpointed_body():
     assert matched(reports()[-1]).matched
     for a, b in zip(found, expected, strict=True):
         assert relative(a, b) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("left_out", [(), ("token_mixing",)])
+def test_a_plan_that_is_passed_over_is_told_of(left_out):
+    decision = Decision("linear#0", "forward", "emulated", "rowwise", "test", None, None, ())
+    options = {"plan": Plan((decision,)), "disable_passes": left_out}
+    torch.compile(Mixing(SPELLINGS["transpose"]), backend="loka", options=options)(torch.randn(B, N, D))
+    report = reports()[-1]
+    assert report.counts().get("emulated:rowwise", 0) == len(left_out)
+    assert sum("the plan has FP8 for linear, which pass token_mixing" in note for note in report.notes) == 1 - len(
+        left_out
+    )
 
 
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
