@@ -66,6 +66,9 @@ def main(
     gpus: Annotated[str, typer.Option(help="GPUs that these processes are dealt out to, such as 0,1.")] = "",
     seconds: Annotated[float, typer.Option(help="Stop after so long and report what there is; 0: no limit.")] = 0.0,
     cuda_graph: Annotated[bool, typer.Option(help="Capture the training step (the same numbers, sooner).")] = True,
+    speeds: Annotated[
+        Path | None, typer.Option(help="e2e.json for the throughput in plain_fp8.png.", exists=True)
+    ] = None,
     report_only: Annotated[bool, typer.Option("--report-only", help="Train nothing.")] = False,
 ) -> None:
     """Train what is missing, compare, and write quality.json and two plots."""
@@ -111,7 +114,7 @@ def main(
     summary["arm_definitions"] = {a.name: {k: str(v) for k, v in asdict(a).items()} for a in chosen}
     atomic_write(out / "quality.json", lambda f: f.write((json.dumps(strict(summary), indent=1) + "\n").encode()))
     show(summary)
-    plot_plain_fp8(summary, out / "plain_fp8.png")
+    plot_plain_fp8(summary, out / "plain_fp8.png", json.loads(speeds.read_text()) if speeds else None)
     plot_mods_and_loka(summary, out / "mods_and_loka.png")
 
 

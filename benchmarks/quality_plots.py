@@ -37,22 +37,35 @@ def _having_windows(summary: dict[str, Any], figure: int) -> list[str]:
     return [n for n, a in summary["arms"].items() if a["figure"] == figure and a["windows"]]
 
 
-def plot_plain_fp8(summary: dict[str, Any], path: Path) -> None:
-    """Figure 3: loss of plain FP8 on the unchanged model over the run, and its training throughput beside bf16's."""
+def plot_plain_fp8(summary: dict[str, Any], path: Path, e2e: dict[str, Any] | None = None) -> None:
+    """Figure 3: loss of plain FP8 on the unchanged model over the run, and its training throughput beside bf16's.
+
+    Runs that shared a device have no throughput of their own; ``e2e`` is what `benchmarks.e2e` found for the model.
+    """
     names = _having_windows(summary, 3)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 1))
-    _trajectories(left, summary, names)
-    left.set_title(f"{summary['setup']['model']}, {summary['setup']['size']}: plain FP8 against fp32")
-    # Emulation says nothing about speed.
-    rated = [n for n in names if summary["arms"][n]["examples_per_second"]]
-    real = [n for n in rated if not n.startswith("emulated")]
-    rates = [summary["arms"][n]["examples_per_second"] for n in real]
-    right.barh(real, rates, color="0.6")
-    for i, rate in enumerate(rates):
-        right.text(rate, i, f" {rate:,.0f}", va="center", fontsize=7)
-    right.set_xlabel("examples per second in training (data included)")
-    right.set_title(summary["setup"]["device"])
+    rates, where = _rates(summary, names, e2e)
+    figure, axes = plt.subplots(1, 2 if rates else 1, figsize=(11 if rates else 7.5, 4), squeeze=False,
+                                width_ratios=(2, 1) if rates else (1,))  # fmt: skip
+    _trajectories(axes[0, 0], summary, names)
+    axes[0, 0].set_title(f"{summary['setup']['model']}, {summary['setup']['size']}: plain FP8 against fp32")
+    if rates:
+        right = axes[0, 1]
+        right.barh(list(rates), list(rates.values()), color="0.6")
+        for i, rate in enumerate(rates.values()):
+            right.text(rate, i, f"{rate:,.0f} ", va="center", ha="right", fontsize=7)
+        right.set_xlabel("examples per second in training")
+        right.set_title(where)
     _save(figure, path)
+
+
+def _rates(summary: dict[str, Any], names: list[str], e2e: dict[str, Any] | None) -> tuple[dict[str, float], str]:
+    """Examples per second by arm, and what and where that is of. Emulation says nothing about speed."""
+    setup = summary["setup"]
+    if e2e is None:
+        own = {n: summary["arms"][n]["examples_per_second"] for n in names if not n.startswith("emulated")}
+        return {n: rate for n, rate in own.items() if rate}, setup["device"]
+    found = e2e["models"][setup["model"]]["training"]
+    return {n: found[n]["examples_per_second"] for n in names if n in found}, f"{e2e['device']}, size {e2e['size']}"
 
 
 def plot_mods_and_loka(summary: dict[str, Any], path: Path) -> None:

@@ -336,3 +336,17 @@ def test_mistakes_are_named(tmp_path: Path, arguments: list[str], text: str) -> 
     result = CliRunner().invoke(app, ["--out", str(tmp_path), *ARGUMENTS, *arguments])
     assert result.exit_code == 2
     assert text in " ".join(result.output.replace("│", " ").split())
+
+
+def test_throughput_beside_plain_fp8_is_that_of_whole_models_where_runs_shared_a_device() -> None:
+    from benchmarks.quality_plots import _rates
+
+    arms = {"bf16": 0.0, "torchao_tensorwise": 5.0, "emulated_rowwise": 7.0}
+    summary = {
+        "setup": {"model": "wukong", "device": "H200"},
+        "arms": {name: {"examples_per_second": rate or None} for name, rate in arms.items()},
+    }
+    assert _rates(summary, list(arms), None) == ({"torchao_tensorwise": 5.0}, "H200")
+    measured = {"bf16": {"examples_per_second": 2.0}, "loka": {"examples_per_second": 3.0}}
+    e2e = {"device": "H200", "size": "h200", "models": {"wukong": {"training": measured}}}
+    assert _rates(summary, list(arms), e2e) == ({"bf16": 2.0}, "H200, size h200")
