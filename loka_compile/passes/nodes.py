@@ -81,6 +81,9 @@ _MODULES: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Identity, "identity"),
 )
 
+#: What Dynamo makes of ``x.mT`` and ``x.T`` from torch 2.14 on; up to 2.13 it is ``getattr``.
+MATRIX_TRANSPOSE, TRANSPOSE = torch.ops.aten.mT, torch.ops.aten.numpy_T
+
 #: A GEMM, of which the linear layers with a learnt weight get a site.
 GEMMS = frozenset({"linear", "matmul", "bmm", "addmm", "einsum"})
 NORMS = frozenset({"layer_norm", "rms_norm", "block_norm"})

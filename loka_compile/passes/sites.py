@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from loka_compile.passes.base import Changes, Match, PassContext, source_line
-from loka_compile.passes.nodes import argument, kind, subgraphs
+from loka_compile.passes.nodes import MATRIX_TRANSPOSE, TRANSPOSE, argument, kind, subgraphs
 
 #: Where the name is kept: AOTAutograd copies ``meta["custom"]`` to every node that a node becomes, backward included.
 KEY = "loka.site"
 
+_TRANSPOSES = (torch.t, torch.transpose, torch.permute, MATRIX_TRANSPOSE, TRANSPOSE)
 _TRANSPARENT = frozenset(
     {"t", "transpose", "permute", "T", "mT", "contiguous",
      "float", "double", "bfloat16", "half", "to", "type", "type_as"}
@@ -81,7 +82,7 @@ def _origin(node: Any, outer: dict[fx.Node, fx.Node]) -> fx.Node | None:
             return node if _is_state(node) else None
         name = node.args[1] if node.target is getattr else str(node.target)
         method = (node.op == "call_method" or node.target is getattr) and name in _TRANSPARENT
-        if not method and node.target not in (torch.t, torch.transpose, torch.permute):
+        if not method and node.target not in _TRANSPOSES:
             return None
         node = node.args[0]
     return None

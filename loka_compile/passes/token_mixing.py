@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from loka_compile.passes.base import Changes, Match, PassContext, Refusal, source_line
-from loka_compile.passes.nodes import GEMMS, argument, kind, subgraphs
+from loka_compile.passes.nodes import GEMMS, MATRIX_TRANSPOSE, argument, kind, subgraphs
 from loka_compile.passes.sites import learnt_weight, module_path, outer_arguments
 
 #: Token counts up to which the products are small enough to be bound by reading x.
@@ -55,7 +55,9 @@ def swapped(node: Any) -> fx.Node | None:
     value = node.args[0].meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
         return None
-    if node.target is getattr:
+    if node.target is MATRIX_TRANSPOSE:
+        swaps = True
+    elif node.target is getattr:
         swaps = node.args[1] == "mT"
     elif node.target in ("transpose", "swapaxes", "swapdims", torch.transpose, torch.swapaxes, torch.swapdims):
         dims = node.args[1:] if len(node.args) == 3 else ()

@@ -237,3 +237,25 @@ def test_the_probes_taps_do_not_break_a_chain():
     gm, report = run(Tapped(), torch.randn(3, 16))
     assert ops(gm) == ["linear", "output", "block_norm", "hardswish"]
     assert report.chains == {"lin#0": "linear-norm-swish"}
+
+
+@pytest.mark.parametrize(
+    "transposed",
+    [
+        lambda w: w.t(), lambda w: w.T, lambda w: w.mT, lambda w: w.transpose(0, 1),
+        lambda w: torch.transpose(w, -1, -2), lambda w: w.permute(1, 0), lambda w: torch.t(w).contiguous(),
+    ],
+)  # fmt: skip
+def test_a_product_with_a_learnt_weight_has_a_site_however_it_is_transposed(transposed):
+    """torch 2.14 writes ``.T`` and ``.mT`` as operators where 2.13 reads an attribute."""
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 32)
+
+        def forward(self, x):
+            return F.silu(F.layer_norm(x @ transposed(self.inner.weight), (32,)))
+
+    _, report = run(Product(), torch.randn(3, 16))
+    assert report.chains == {"inner#0": "linear-norm-swish"}
