@@ -27,6 +27,7 @@ from loka_compile.lowering.fused.inputs import quantise_inputs
 from loka_compile.lowering.fused.joined import write_joined
 from loka_compile.lowering.fused.joint import fuse_joint
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
+from loka_compile.lowering.share import merge_equal
 from loka_compile.lowering.zero_gradients import share_zero_gradients
 from loka_compile.plan import Plan
 from loka_compile.report import Report
@@ -93,6 +94,7 @@ class JointPass(CustomGraphPass):
             keep_fp8_between_regions(graph)
             if low.config.fuse:
                 fuse_joint(graph, low.report, low.config.save_fp8)
+            merge_equal(graph)
         if low.config.fuse:
             decompose_unfusable(graph)
         else:

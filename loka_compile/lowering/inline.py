@@ -17,6 +17,13 @@ from loka_compile.lowering.decomposition_table import decompositions
 _META = ("custom", "partitioner_tag", "autograd_backward", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack",
          "fwd_source_fn_stack", "seq_nr", "stack_trace", "ac_graph_id", "original_aten", "from_node")  # fmt: skip
 
+_INLINED = "loka_inlined"
+
+
+def is_inlined(node: fx.Node) -> bool:
+    """Whether :func:`inline` put the node into its graph."""
+    return bool(node.meta.get(_INLINED))
+
 
 def inline(
     before: fx.Node, fn: Callable[..., Any], inputs: Sequence[fx.Node], meta_of: fx.Node | None = None
@@ -49,6 +56,7 @@ def inline(
             else:
                 new = before.graph.node_copy(node, env.__getitem__)
                 new.meta.update({k: meta_of.meta[k] for k in _META if k in meta_of.meta})
+                new.meta[_INLINED] = True
                 if "recompute" in meta_of.meta:
                     new.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
                 env[node] = new
