@@ -126,8 +126,8 @@ def test_block_layouts_pass_torchs_checks_for_cuda(monkeypatch, recipe, m, n, k)
     with FakeTensorMode():
         out = launch_scaled_mm_blockwise(*(on_cuda(x) if isinstance(x, torch.Tensor) else x for x in given))
         assert out.shape == (m, n)
-        # The same scales without the padding to four blocks are what torch warns of.
-        if recipe is BLOCKWISE and k // 128 % 4:
+        # The same scales without the padding to four blocks are what torch warns of (2.14 no longer does).
+        if recipe is BLOCKWISE and k // 128 % 4 and torch.__version__ < (2, 14):
             given[3] = b.scale
             with pytest.raises(RuntimeError, match="blockwise scaling"):
                 launch_scaled_mm_blockwise(*(on_cuda(x) if isinstance(x, torch.Tensor) else x for x in given))
