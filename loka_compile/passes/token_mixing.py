@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from loka_compile.passes.base import Changes, Match, PassContext, Refusal, source_line
+from loka_compile.passes.mutation import overwritten
 from loka_compile.passes.nodes import GEMMS, MATRIX_TRANSPOSE, argument, kind, subgraphs
 from loka_compile.passes.sites import learnt_weight, module_path, outer_arguments
 
@@ -32,13 +33,15 @@ def token_mixing(gm: fx.GraphModule, ctx: PassContext) -> Changes:
     changes = Changes()
     outer = outer_arguments(gm)
     for sub in subgraphs(gm):
+        fixed = overwritten(sub.graph)
         for node in list(sub.graph.nodes):
             if kind(node) != "linear":
                 continue
             x = swapped(argument(node, 0, "input"))
             if x is None or learnt_weight(node, outer) is None:
                 continue
-            if reason := _why_not(node, x):
+            reason = "its input is written to in place" if x in fixed else _why_not(node, x)
+            if reason:
                 changes.refused.append(Refusal(node.name, reason, source_line(node)))
                 continue
             _rewrite(node, x)
@@ -47,7 +50,7 @@ def token_mixing(gm: fx.GraphModule, ctx: PassContext) -> Changes:
 
 
 def swapped(node: Any) -> fx.Node | None:
-    """The [B, n, d] whose last two dimensions this node swaps, or None if it does anything else."""
+    """The [B, n, d] whose last two dimensions this node swaps, as a view or a copy; None if it does anything else."""
     while isinstance(node, fx.Node) and node.op == "call_method" and node.target == "contiguous":
         node = node.args[0]
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):

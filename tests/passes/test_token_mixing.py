@@ -113,6 +113,24 @@ def test_rows_of_a_moving_width_stay():
     assert "the width of its rows is not known" in matched(report).refused[0].reason
 
 
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.__setitem__(0, 2.0), lambda x: x[:, 1:].mul_(2)])
+@pytest.mark.parametrize("copied", [True, False])
+def test_what_is_written_to_in_place_stays(write, copied):
+    """The layer reads a copy of x as it was, or a view of x as it is now."""
+
+    def mix(x, f):
+        x = x * 1
+        turned = x.mT.contiguous() if copied else x.mT
+        write(x)
+        return f(turned).mT + x[:, :M]
+
+    model, x = Mixing(mix), torch.randn(B, N, D)
+    out = torch.compile(model, backend="loka", options={"table": "off"})(x)
+    torch.testing.assert_close(out, model(x))
+    assert "written to in place" in matched(reports()[-1]).refused[0].reason
+
+
 def test_weights_that_are_not_learnt_stay():
     """A product of two activations is no layer; it is the user's own choice how to write it."""
 
