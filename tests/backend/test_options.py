@@ -203,7 +203,7 @@ def test_every_option_is_in_the_table_of_options():
         assert source[line - 1].strip().startswith("#:"), field.name
 
 
-def test_sums_of_a_residual_stream_are_read_by_what_reads_them(no_codegen):
+def test_sums_of_a_residual_stream_are_read_by_what_reads_them():
     """Inductor writes a value to memory that is made of more tensors than this; a user's own number is kept."""
     import torch._inductor.config as inductor_config
 
