@@ -66,7 +66,7 @@ class Lowering:
 
 #: Tensors that an elementwise value with several readers may be made of before Inductor writes it to memory (its own
 #: default: 4). Where a residual stream branches, its gradient is a sum of four and a norm's weight: written in fp32 and
-#: read again, it cost a Wukong on an H200 6 % of a step (docs/models.md).
+#: read again, it cost a Wukong on an H200 6 % of a step (docs/fused_kernels.md).
 _READS = 8
 
 
