@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 
 @triton.jit
 def _cast_tile(
-    X, Q, QT, inverse, pid_m, pid_n, M, N, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr,
+    X, Q, QT, inverse, pid_m, pid_n, M, N, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, write_qt,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -23,7 +25,7 @@ def _cast_tile(
     q = dev.to_fp8(x, inverse, Q.dtype.element_ty, LIMIT)
     if WRITE_Q:
         tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=mask)
-    if WRITE_QT:
+    if write_qt:
         # As bytes: Triton 3.6 miscompiles some transposed FP8 stores (triton-lang/triton #11111).
         t = tl.trans(q.to(tl.uint8, bitcast=True))
         ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -68,46 +70,56 @@ def cast_transpose(
 
 
 @triton.jit
+def _of(pid, starts, values, COUNT: tl.constexpr):
+    """What belongs to the weight that tile ``pid`` is of. One value is chosen and the kernel's code is there once: with
+    a branch for each weight, its compilation took seconds."""
+    value = tl.core.to_tensor(values[0])
+    for i in tl.static_range(1, COUNT):
+        if pid >= starts[i]:
+            value = tl.core.to_tensor(values[i])
+    return value
+
+
+@triton.jit
 def _amax_weights_kernel(
     XS, PARTS, starts, ms, ns, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     dev.wait(PDL)
     pid = tl.program_id(0)
-    for i in tl.static_range(COUNT):
-        if (pid >= starts[i]) & (pid < starts[i + 1]):
-            local = pid - starts[i]
-            M = ms[i]
-            N = ns[i]
-            grid_n = tl.cdiv(N, BLOCK_N)
-            rm = (local // grid_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-            rn = (local % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = (rm[:, None] < M) & (rn[None, :] < N)
-            x = tl.load(XS[i] + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
-            tl.store(PARTS + pid, dev.amax(x))
+    local = pid - _of(pid, starts, starts, COUNT)
+    M = _of(pid, starts, ms, COUNT)
+    N = _of(pid, starts, ns, COUNT)
+    grid_n = tl.cdiv(N, BLOCK_N)
+    rm = (local // grid_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = (local % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    at = _of(pid, starts, XS, COUNT) + rm.to(tl.int64)[:, None] * N + rn[None, :]
+    tl.store(PARTS + pid, dev.amax(tl.load(at, mask=mask, other=0.0).to(tl.float32)))
 
 
 @triton.jit
 def _cast_weights_kernel(
-    XS, QS, QTS, PARTS, SCALES, starts, ms, ns, COUNT: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    XS, QS, QTS, PARTS, SCALES, starts, ends, ms, ns, turned, COUNT: tl.constexpr, LIMIT: tl.constexpr,
+    FLOOR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dev.wait(PDL)
     pid = tl.program_id(0)
-    for i in tl.static_range(COUNT):
-        if (pid >= starts[i]) & (pid < starts[i + 1]):
-            local = pid - starts[i]
-            grid_n = tl.cdiv(ns[i], BLOCK_N)
-            amax = dev.amax_of(PARTS + starts[i], starts[i + 1] - starts[i], FLOOR, CHUNK)
-            if local == 0:
-                tl.store(SCALES[i], amax / LIMIT)
-            _cast_tile(
-                XS[i], QS[i], QTS[i], LIMIT / amax, local // grid_n, local % grid_n, ms[i], ns[i], LIMIT, True,
-                ((TRANSPOSED >> i) & 1) == 1, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+    first = _of(pid, starts, starts, COUNT)
+    amax = dev.amax_of(PARTS + first, _of(pid, starts, ends, COUNT) - first, FLOOR, CHUNK)
+    if pid == first:
+        tl.store(_of(pid, starts, SCALES, COUNT), amax / LIMIT)
+    M = _of(pid, starts, ms, COUNT)
+    N = _of(pid, starts, ns, COUNT)
+    grid_n = tl.cdiv(N, BLOCK_N)
+    _cast_tile(
+        _of(pid, starts, XS, COUNT), _of(pid, starts, QS, COUNT), _of(pid, starts, QTS, COUNT), LIMIT / amax,
+        (pid - first) // grid_n, (pid - first) % grid_n, M, N, LIMIT, True, _of(pid, starts, turned, COUNT) != 0,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
-#: Weights per launch: each adds a branch to the kernel's code.
-GROUP = 8
+#: Weights per launch: a program looks for its own among so many, and a launch has 4 KiB for its arguments.
+GROUP = 32
 
 
 def results_for(
@@ -132,28 +144,35 @@ def quantize_weights(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Every weight [N, K] tensorwise in FP8, the transposes [K, N] (empty where not asked for), the scales (shape []).
 
-    Two launches (maxima of tiles, then the cast) for each group of up to eight weights.
+    Two launches (maxima of tiles, then the cast) for each group of up to 32 weights (see :func:`_groups`).
     """
     q, qt, scales = results_for(weights, dtype, with_qt)
-    chosen = [i for i, w in enumerate(weights) if w.numel()]
-    for first in range(0, len(chosen), GROUP):
-        group = chosen[first : first + GROUP]
+    for group in _groups(weights):
         ws = tuple(weights[i].contiguous() for i in group)
-        starts = [0]
-        for w in ws:
-            starts.append(starts[-1] + triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n))
-        parts = torch.empty((starts[-1],), dtype=torch.float32, device=ws[0].device)
+        tiles = [triton.cdiv(w.shape[0], block_m) * triton.cdiv(w.shape[1], block_n) for w in ws]
+        ends = tuple(itertools.accumulate(tiles))
+        starts = (0, *ends[:-1])
+        parts = torch.empty((ends[-1],), dtype=torch.float32, device=ws[0].device)
         scale = tuple(torch.empty((), dtype=torch.float32, device=w.device) for w in ws)
         ms, ns = tuple(w.shape[0] for w in ws), tuple(w.shape[1] for w in ws)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
-        blocks |= dev.early(ws[0].device)
-        grid = (starts[-1],)
-        _amax_weights_kernel[grid](ws, parts, tuple(starts), ms, ns, COUNT=len(ws), **blocks)
-        _cast_weights_kernel[grid](
-            ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, tuple(starts), ms, ns,
-            COUNT=len(ws), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256,
-            TRANSPOSED=sum(with_qt[i] << at for at, i in enumerate(group)), **blocks,
+        how = {"COUNT": len(ws), "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+        how |= dev.early(ws[0].device)
+        _amax_weights_kernel[(ends[-1],)](ws, parts, starts, ms, ns, **how)
+        _cast_weights_kernel[(ends[-1],)](
+            ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, starts, ends, ms, ns,
+            tuple(int(with_qt[i]) for i in group), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, **how,
         )  # fmt: skip
         for i, s in zip(group, scale, strict=True):
             scales[i] = s
     return q, qt, scales
+
+
+def _groups(weights: list[Tensor]) -> list[list[int]]:
+    """Those that are not empty, for one pair of launches each: of one dtype, and those with rows and columns of a
+    multiple of 16 by themselves, as what is true of all is what memory is read and written by."""
+    alike: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    for i, weight in enumerate(weights):
+        if weight.numel():
+            m, n = weight.shape
+            alike.setdefault((weight.dtype, m % 16 == 0, n % 16 == 0), []).append(i)
+    return [group[at : at + GROUP] for group in alike.values() for at in range(0, len(group), GROUP)]

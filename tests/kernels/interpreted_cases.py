@@ -339,6 +339,19 @@ def test_turned_bytes(m: int, n: int) -> None:
     assert torch.equal(found.view(torch.uint8), x.t())
 
 
+def test_more_weights_than_one_launch_takes_and_of_two_dtypes() -> None:
+    shapes = [(16 * (1 + i % 2), 16 + 16 * (i % 3)) for i in range(70)]
+    weights = [torch.randn(*s).to(torch.float32 if i % 5 else torch.bfloat16) * (i + 1) for i, s in enumerate(shapes)]
+    q, qt, scales = quantize_weights(weights, torch.float8_e4m3fn, [True] * 70)
+    for weight, one, turned, scale in zip(weights, q, qt, scales, strict=True):
+        exact = weight.float()
+        assert scale.item() == pytest.approx(exact.abs().max().item() / 448, rel=1e-6)
+        # One step of e4m3, which the interpreter does not always round to the nearest of.
+        bound = (exact.abs() * 2**-3).clamp_min(scale * 2**-9)
+        assert ((one.float() * scale - exact).abs() <= 1.001 * bound).all()
+        assert torch.equal(one.float().t(), turned.float())
+
+
 def test_weights_of_all_shapes_together() -> None:
     shapes = [(70, 130), (64, 16), (3, 5), (1, 1), (16, 300), (40, 40), (2, 2), (9, 33), (5, 7), (8, 8)]
     weights = [torch.randn(*shape) * (i + 1) for i, shape in enumerate(shapes)]
