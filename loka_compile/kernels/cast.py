@@ -73,10 +73,11 @@ def cast_transpose(
 def _of(pid, starts, values, COUNT: tl.constexpr):
     """What belongs to the weight that tile ``pid`` is of. One value is chosen and the kernel's code is there once: with
     a branch for each weight, its compilation took seconds."""
-    value = tl.core.to_tensor(values[0])
+    zero = pid * 0  # a size of one is a constant for Triton, which must become a number like the others
+    value = values[0] + zero
     for i in tl.static_range(1, COUNT):
         if pid >= starts[i]:
-            value = tl.core.to_tensor(values[i])
+            value = values[i] + zero
     return value
 
 
