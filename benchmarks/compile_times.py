@@ -25,6 +25,7 @@ def child(arm: str, batch: int, width: int, layers: int) -> float:
     """Seconds of the first step of an arm in this process."""
     import torch
     from chain_arms import DEVICE, arms, original, step
+    from torch._inductor.async_compile import AsyncCompile
 
     import loka_compile.backend  # noqa: F401  (what the user imports is not compilation)
 
@@ -34,6 +35,7 @@ def child(arm: str, batch: int, width: int, layers: int) -> float:
     grad = torch.randn_like(x) / batch
     make = arms(model, True, [arm])[ARMS[arm]]
     torch.compile(lambda t: t + 1)(x)
+    AsyncCompile.wait_pool_ready()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "loka_compile"
 #: Where the environment may be read, and why. Everything else is an option.
-READS_ENVIRONMENT = {"store.py"}  # LOKA_CACHE_DIR: where tables are cached between runs
+READS_ENVIRONMENT = {
+    "store.py",  # LOKA_CACHE_DIR: where tables are cached between runs
+    "_compat/kernel_cache.py",  # Triton's own variables, handed on to the processes that build kernels
+}
 
 #: Modules that put the rooms together; no room may know them.
 SPINE = {

@@ -20,6 +20,7 @@ from torch import Tensor
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.gradient_tile import gradients
+from loka_compile.kernels.running import run_kernel
 
 #: Rows per tile, and warps: best of those tried on an H200 (benchmarks/fused_sweep.py).
 BLOCK_M, WARPS = 32, 8
@@ -64,7 +65,8 @@ def block_norm_backward(
     dx = torch.empty_like(grad)
     amax = torch.empty((grid[0] * grid[1],), dtype=torch.float32, device=grad.device)
     xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=grad.device)
-    _backward_kernel[grid](
+    run_kernel(
+        _backward_kernel, grid,
         grad, y, rstd, dx, amax, xt, m, n, m // 4, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
         WRITE_XT=with_xt, WORDS=m % 4 == 0, PTX=dev.ptx(grad.device), num_warps=WARPS, num_stages=1,
         **dev.early(grad.device),

@@ -20,6 +20,7 @@ from loka_compile.kernels import turned
 from loka_compile.kernels.config import MeetingConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
+from loka_compile.kernels.running import run_kernel
 
 CONFIG = MeetingConfig()
 
@@ -148,7 +149,8 @@ def block_norm_backward_fp8(
     scale = torch.empty((), dtype=torch.float32, device=device)
     half = config.half and grad.element_size() == 2
     for phase in grid.phases(device):
-        _backward_fp8_kernel[(min(tiles, room),)](
+        run_kernel(
+            _backward_fp8_kernel, (min(tiles, room),),
             grad, y, rstd, dx, q, qt, xt, scale, state, m, n, m // 4, tiles,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,

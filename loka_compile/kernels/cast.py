@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
+from loka_compile.kernels.running import run_kernel
 
 
 @triton.jit
@@ -61,7 +62,8 @@ def cast_transpose(
     scale = torch.empty((), dtype=torch.float32, device=x.device)
     count = parts.numel()
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
-    _cast_transpose_kernel[grid](
+    run_kernel(
+        _cast_transpose_kernel, grid,
         x, parts, q, qt, scale, m, n, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
         CHUNK=max(32, min(1024, triton.next_power_of_2(max(count, 1)))), WRITE_Q=with_q, WRITE_QT=with_qt,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1, **dev.early(x.device),
@@ -158,8 +160,9 @@ def quantize_weights(
         ms, ns = tuple(w.shape[0] for w in ws), tuple(w.shape[1] for w in ws)
         how = {"COUNT": len(ws), "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
         how |= dev.early(ws[0].device)
-        _amax_weights_kernel[(ends[-1],)](ws, parts, starts, ms, ns, **how)
-        _cast_weights_kernel[(ends[-1],)](
+        run_kernel(_amax_weights_kernel, (ends[-1],), ws, parts, starts, ms, ns, **how)
+        run_kernel(
+            _cast_weights_kernel, (ends[-1],),
             ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, starts, ends, ms, ns,
             tuple(int(with_qt[i]) for i in group), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, **how,
         )  # fmt: skip

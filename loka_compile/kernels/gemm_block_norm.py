@@ -18,6 +18,7 @@ from loka_compile.kernels import block_scales, grid_barrier, tile_parts
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.config import BLOCK, GemmConfig
 from loka_compile.kernels.reference import scaling as scaling_of
+from loka_compile.kernels.running import run_kernel
 from loka_compile.kernels.scaled_gemm import can_use_tma
 
 
@@ -209,13 +210,13 @@ def launch(
         strides = [
             s for t in (scale_a, scale_b) for s in (t.stride() if t is not None and scaling.in_blocks else (0, 0))
         ]
-        _kernel[(programs,)](
+        run_kernel(
+            _kernel, (programs,),
             *args, *sizes, *strides, eps, ROWS_A=scaling.rows_a, ROWS_B=scaling.rows_b,
             PERSISTENT=config.persistent, FLATTEN=config.persistent and tma, **options,
         )  # fmt: skip
         return
     parts, counters = room or tile_parts.room(tiles, config.block_m, block_n, splits, a.device)
     for phase in grid_barrier.phases(a.device):
-        _split_kernel[(max(1, programs) * splits,)](
-            *args, parts, counters, *sizes, eps, SPLITS=splits, PHASE=phase, **options
-        )
+        grid = (max(1, programs) * splits,)
+        run_kernel(_split_kernel, grid, *args, parts, counters, *sizes, eps, SPLITS=splits, PHASE=phase, **options)

@@ -21,6 +21,7 @@ from loka_compile.kernels.config import GemmConfig
 from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.gradient_tile import store_activation, through
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
+from loka_compile.kernels.running import run_kernel
 from loka_compile.kernels.scaled_gemm import can_use_tma
 
 
@@ -99,7 +100,8 @@ def grad_input_fp8(
             TensorDescriptor.from_tensor(b, [block_n, config.block_k]),
         )
     for phase in grid.phases(device):
-        _grad_input_fp8_kernel[(triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n),)](
+        run_kernel(
+            _grad_input_fp8_kernel, (triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n),),
             *operands, scale_a, scale_b, y, rstd, q, qt, xt, scale, state, m, n, k, a.stride(0), b.stride(0), m // 4,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k,
             GROUP_M=config.group_m, NORM=norm, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, ACT=hardswish,

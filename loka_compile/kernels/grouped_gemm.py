@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.config import GemmConfig
+from loka_compile.kernels.running import run_kernel
 
 #: GEMMs of one launch: each adds a branch where a program finds its operands.
 GROUP = 8
@@ -68,7 +69,8 @@ def grouped_gemm(
     for first in range(0, len(a), GROUP):
         cut = slice(first, first + GROUP)
         count = len(a[cut])
-        _grouped_gemm_kernel[(tiles, count)](
+        run_kernel(
+            _grouped_gemm_kernel, (tiles, count),
             tuple(a[cut]), tuple(b[cut]), tuple(scale_a[cut]), tuple(scale_b[cut]), tuple(outs[cut]), m, n, k,
             a[0].stride(0), b[0].stride(0), COUNT=count, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, GROUP_M=config.group_m, EVEN_K=k % config.block_k == 0, FAST=fast,

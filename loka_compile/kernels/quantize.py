@@ -33,6 +33,7 @@ from loka_compile.kernels.quantize_kernels import (
 from loka_compile.kernels.quantize_pairs import _amax_pairs_kernel, _both_1x128_kernel
 from loka_compile.kernels.quantize_tiles import TILES, Tile
 from loka_compile.kernels.reference import LIMITS
+from loka_compile.kernels.running import run_kernel
 
 #: Rows and columns of a block in the block scalings.
 BLOCK = 128
@@ -88,13 +89,15 @@ def quantize(
         st = scales(*((blocks_n, blocks_m) if square else (blocks_m, n)), wanted=with_qt)
         tile = tiles[f"{scaling} {output}"]
         if pairs is not None and not square:
-            _both_1x128_kernel[(blocks_m * blocks_n,)](
+            run_kernel(
+                _both_1x128_kernel, (blocks_m * blocks_n,),
                 pairs, q, s, qt, st, m, n, pairs.stride(0), m // 4, 0, m % 4 == 0, **kind, X_TYPE=_TYPES[x.dtype],
                 BLOCK_N=tile.block_n, GROUP=tile.group, **_launch(tile, x),
             )  # fmt: skip
         else:
             tile = replace(tile, block_n=BLOCK) if output == "both" else tile
-            _blocks_kernel[grid(tile)](
+            run_kernel(
+                _blocks_kernel, grid(tile),
                 x, q, s, qt, st, m, n, x.stride(0), **kind_t, SQUARE=square,
                 HELD=tile.held and kind["PTX"] and x.element_size() == 2, **_sizes(tile), **_launch(tile, x),
             )  # fmt: skip
@@ -103,7 +106,8 @@ def quantize(
         s = scales(m, 1)
         block_n = min(ROW, triton.next_power_of_2(n))
         block_m = max(1, 2048 // block_n)
-        _rows_kernel[(triton.cdiv(m, block_m),)](
+        run_kernel(
+            _rows_kernel, (triton.cdiv(m, block_m),),
             x, q, s, m, n, x.stride(0), **kind, ONCE=n <= block_n, BLOCK_M=block_m, BLOCK_N=block_n,
             num_warps=4 if block_n <= 4096 else 8, num_stages=1, **dev.early(device),
         )  # fmt: skip
@@ -111,27 +115,31 @@ def quantize(
     everything = scaling == "tensorwise"
     # The maxima of rows, then those of columns: one buffer to set to zero.
     maxima = torch.empty(1 if everything else m + n, dtype=torch.int32, device=device)
-    _zero_kernel[(triton.cdiv(maxima.numel(), 2048),)](
-        maxima, maxima.numel(), BLOCK=2048, num_warps=4, num_stages=1, **dev.early(device)
-    )
+    run_kernel(
+        _zero_kernel, (triton.cdiv(maxima.numel(), 2048),), maxima, maxima.numel(), BLOCK=2048, num_warps=4,
+        num_stages=1, **dev.early(device),
+    )  # fmt: skip
     rows, columns = maxima[:m], maxima[-n:]
     s = scales(*(() if everything else (m, 1)), wanted=with_q)
     st = scales(*(() if everything else (n, 1)), wanted=with_qt)
     tile = tiles[f"amax {'all' if everything else output}"]
     if pairs is not None and not everything:
-        _amax_pairs_kernel[grid(tile)](
+        run_kernel(
+            _amax_pairs_kernel, grid(tile),
             pairs, rows, columns, m, n // 2, pairs.stride(0), X_TYPE=_TYPES[x.dtype], PTX=kind["PTX"],
             STEPS=tile.steps, **(_sizes(tile) | {"BLOCK_N": tile.block_n // 2}), **_launch(tile, x),
         )  # fmt: skip
     else:
-        _amax_kernel[grid(tile)](
+        run_kernel(
+            _amax_kernel, grid(tile),
             x, rows, columns, m, n, x.stride(0), ALL=everything, BY_ROW=with_q and not everything,
             BY_COLUMN=with_qt and not everything, STEPS=tile.steps, **_sizes(tile), **_launch(tile, x),
         )  # fmt: skip
     tile = tiles[f"cast {output}"]
-    _cast_kernel[grid(tile)](
-        x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything, **_sizes(tile), **_launch(tile, x)
-    )
+    run_kernel(
+        _cast_kernel, grid(tile), x, rows, columns, q, s, qt, st, m, n, x.stride(0), **kind_t, ALL=everything,
+        **_sizes(tile), **_launch(tile, x),
+    )  # fmt: skip
     return q, s, qt, st
 
 

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka_compile.kernels import device as dev
 from loka_compile.kernels.config import GemmConfig
+from loka_compile.kernels.running import run_kernel
 
 #: Elements of the contraction that share a scale in the block scalings.
 BLOCK = 128
@@ -119,7 +120,8 @@ def launch_parts(
     grid = items
     if config.persistent:
         grid = min(items, torch.cuda.get_device_properties(a.device).multi_processor_count)
-    _scaled_gemm_kernel[(grid,)](
+    run_kernel(
+        _scaled_gemm_kernel, (grid,),
         *args, out if scale_a is None else scale_a, out if scale_b is None else scale_b, out, m, n, k, a.stride(0),
         b.stride(0), *strides, triton.cdiv(triton.cdiv(k, block_k), splits), items, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m, EVEN_K=k % block_k == 0, TMA=tma, FAST=fast,
@@ -143,7 +145,6 @@ def scaled_gemm(
     launch_parts(a, b, scale_a, scale_b, parts, splits, fast=fast, config=config, rows_a=rows_a, rows_b=rows_b)
     if splits > 1:
         size = 1024
-        _sum_parts_kernel[(triton.cdiv(out.numel(), size),)](
-            parts, out, out.numel(), SPLITS=splits, BLOCK_SIZE=size, num_warps=4
-        )
+        programs = (triton.cdiv(out.numel(), size),)
+        run_kernel(_sum_parts_kernel, programs, parts, out, out.numel(), SPLITS=splits, BLOCK_SIZE=size, num_warps=4)
     return out

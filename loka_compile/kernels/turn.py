@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels.running import run_kernel
 from loka_compile.kernels.turned import store_turned
 
 
@@ -35,7 +36,8 @@ def turn(x: Tensor, *, block_w: int = 32, block_n: int = 128, warps: int = 4) ->
     m, n = x.shape
     out = torch.empty((n, m), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(m, 4 * block_w) * triton.cdiv(n, block_n),)
-    _turn_kernel[grid](
+    run_kernel(
+        _turn_kernel, grid,
         x.view(torch.uint8), out, m, n, triton.cdiv(m, 4), WORDS=m % 4 == 0, BLOCK_W=block_w, BLOCK_N=block_n,
         num_warps=warps, **dev.early(x.device),
     )  # fmt: skip

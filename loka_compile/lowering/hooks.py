@@ -20,6 +20,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from loka_compile.config import LokaConfig
+from loka_compile.lowering import ahead
 from loka_compile.lowering.checkpointing import keep_fp8_between_regions
 from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
 from loka_compile.lowering.fused.forward import fuse
@@ -95,6 +96,7 @@ class JointPass(CustomGraphPass):
             if low.config.fuse:
                 fuse_joint(graph, low.report, low.config.save_fp8)
             merge_equal(graph)
+            ahead.build(graph)
         if low.config.fuse:
             decompose_unfusable(graph)
         else:
@@ -125,7 +127,8 @@ class PostGradPass(CustomGraphPass):
         low.ran.append(half)
         if low.config.fuse:
             fuse(graph, low.report)
-            quantise_inputs(graph, low.report)
+            if quantise_inputs(graph, low.report):
+                ahead.build(graph)
             write_joined(graph, low.report)
         decompose(graph)
         if half == "backward":

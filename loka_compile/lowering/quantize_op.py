@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.gemm import Scaling
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.quantize import BLOCK, Quantized, packed, quantize
 
 __all__ = ["quantize_both", "quantize_fp8"]
@@ -40,6 +41,7 @@ def launch_quantize_fp8(
 
 
 quantize_fp8 = torch.library.custom_op("loka::quantize_fp8", launch_quantize_fp8, mutates_args=(), device_types="cuda")
+on_cuda("loka::quantize_fp8", launch_quantize_fp8)
 
 
 @quantize_fp8.register_fake

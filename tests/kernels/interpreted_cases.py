@@ -346,7 +346,9 @@ def test_more_weights_than_one_launch_takes_and_of_two_dtypes() -> None:
     for weight, one, turned, scale in zip(weights, q, qt, scales, strict=True):
         exact = weight.float()
         assert scale.item() == pytest.approx(exact.abs().max().item() / 448, rel=1e-6)
-        assert float((one.float() * scale - exact).norm() / exact.norm()) < 0.2  # the interpreter loses carries: 64 for 127.98
+        assert (
+            float((one.float() * scale - exact).norm() / exact.norm()) < 0.2
+        )  # the interpreter loses carries: 64 for 127.98
         assert torch.equal(one.float().t(), turned.float())
 
 

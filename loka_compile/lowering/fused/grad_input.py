@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from loka_compile._compat.inductor_templates import multiprocessors, shared_memory
 from loka_compile._compat.shapes import size_hint
 from loka_compile.kernels import reference as ref
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.fused import configs
 from loka_compile.lowering.fused.match import ALIAS, CONVERT, VIEWS, arg, emit, is_call, result
 from loka_compile.lowering.fused.ops import FP8, LIBRARY
@@ -133,4 +134,5 @@ def _cuda(
 
 LIBRARY.impl("grad_input_fp8", _any, "CPU")
 LIBRARY.impl("grad_input_fp8", _cuda, "CUDA")
+on_cuda("loka::grad_input_fp8", _cuda)
 torch.library.register_fake("loka::grad_input_fp8", _fake, lib=LIBRARY)

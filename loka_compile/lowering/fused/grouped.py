@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile._compat.shapes import size_hint
 from loka_compile.kernels import reference as ref
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.fused import configs
 from loka_compile.lowering.fused.match import ALIAS, CONVERT, FP8, VIEWS, dtype_of, emit, is_call
 from loka_compile.lowering.fused.ops import LIBRARY
@@ -144,4 +145,5 @@ def _cuda(
 
 LIBRARY.impl("grouped_scaled_mm", _any, "CPU")
 LIBRARY.impl("grouped_scaled_mm", _cuda, "CUDA")
+on_cuda("loka::grouped_scaled_mm", _cuda)
 torch.library.register_fake("loka::grouped_scaled_mm", _fake, lib=LIBRARY)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile.kernels import reference as ref
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 
 LIBRARY = torch.library.Library("loka", "FRAGMENT")
@@ -206,4 +207,5 @@ for _name, _any, _cuda, _fake in (
 ):
     LIBRARY.impl(_name, _any, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")
+    on_cuda(f"loka::{_name}", _cuda)
     torch.library.register_fake(f"loka::{_name}", _fake, lib=LIBRARY)

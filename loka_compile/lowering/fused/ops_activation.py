@@ -14,6 +14,7 @@ from torch import Tensor
 from loka_compile._compat.inductor_templates import shared_memory
 from loka_compile.kernels import reference as ref
 from loka_compile.kernels.config import BLOCK
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.fused.configs import config_for, gemm_kernel
 from loka_compile.lowering.fused.ops import FP8, LIBRARY, blocks_of
 
@@ -90,4 +91,5 @@ def _cuda(
 
 LIBRARY.impl("gemm_norm_activation", _any, "CPU")
 LIBRARY.impl("gemm_norm_activation", _cuda, "CUDA")
+on_cuda("loka::gemm_norm_activation", _cuda)
 torch.library.register_fake("loka::gemm_norm_activation", _fake, lib=LIBRARY)

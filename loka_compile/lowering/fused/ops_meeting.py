@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loka_compile.kernels import reference as ref
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.fused.configs import meeting_config
 from loka_compile.lowering.fused.ops import FP8, LIBRARY
 
@@ -83,4 +84,5 @@ LIBRARY.impl("meeting_state", _state, "CompositeExplicitAutograd")
 torch.library.register_fake("loka::meeting_state", _state_fake, lib=LIBRARY)
 LIBRARY.impl("block_norm_backward_fp8", _any, "CPU")
 LIBRARY.impl("block_norm_backward_fp8", _cuda, "CUDA")
+on_cuda("loka::block_norm_backward_fp8", _cuda)
 torch.library.register_fake("loka::block_norm_backward_fp8", _fake, lib=LIBRARY)

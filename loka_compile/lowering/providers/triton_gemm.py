@@ -24,6 +24,7 @@ from loka_compile.gemm import (
     Recipe,
     Scaling,
 )
+from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.providers.base import Provider, Quantized, gpu_reason, multiple_of
 from loka_compile.lowering.providers.emulated import product, refuses_blockwise_role
 from loka_compile.lowering.providers.triton_configs import config_for
@@ -96,6 +97,7 @@ def launch_scaled_gemm(
 
 
 scaled_gemm = torch.library.custom_op("loka::scaled_gemm", launch_scaled_gemm, mutates_args=(), device_types="cuda")
+on_cuda("loka::scaled_gemm", launch_scaled_gemm)
 
 
 @scaled_gemm.register_fake
