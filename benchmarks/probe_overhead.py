@@ -19,6 +19,7 @@ so a block's second half is compared with its own first half, and what blocks wi
 A budget of half a percent is spent in jobs that are dearer than
 what one block earns, so that many blocks are without any: a measurement must be long enough to hold its share of
 them. ``worker_share`` says what it held, and a run begins with half of a job owed, as it does at any time on average.
+With ``--arms probe all`` the cost is also estimated from what windows of arm ``all`` cost: see ``probe_windows``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import loka_compile.probe
+from benchmarks import probe_windows
 from examples.models.wukong import Wukong, WukongConfig
 from loka_compile.jsonio import atomic_write, dumps
 from loka_compile.machine import describe, version
@@ -103,9 +105,12 @@ class Arm:
     step: Callable[[], None]
     probe: Probe
     first_window_s: float = 0.0
+    hook_us: float = 0.0
     extra_reserved: int = 0
     without: Blocks = field(default_factory=Blocks)
     with_probe: Blocks = field(default_factory=Blocks)
+    #: Whether each block with the probe had a window: the budget may not allow one.
+    opened: list[bool] = field(default_factory=list)
 
     def block(self, on: bool, steps: int, device: torch.device) -> None:
         """One block with the probe, or as if there were none: between windows it is nothing but its clock."""
@@ -115,7 +120,9 @@ class Arm:
             self.probe._hook = register_optimizer_step_post_hook(self.probe._on_optimizer_step)
             return
         self.probe._last_tick = time.perf_counter()  # the block without it has earned nothing
+        windows = self.probe.windows
         self.with_probe.run(self.step, steps, device, lambda: self.probe.stats)  # .stats waits for the worker
+        self.opened.append(self.probe.windows > windows)
 
 
 def _mark(cuda: bool) -> Any:
@@ -183,6 +190,7 @@ def arm(name: str, case: str, mode: str, options: argparse.Namespace) -> Iterato
         made = Arm(name, step, p, time.perf_counter() - start)
         for _ in range(WARM_WINDOWS * WARM_EVERY):
             step()
+        made.hook_us = probe_windows.hook_us(step, p, options.every)
         p.every = options.every
         while p.steps % options.every != options.every // 2:  # windows open in the middle of a block
             step()
@@ -236,7 +244,7 @@ def summary(case: str, mode: str, one: Arm, before: Any, after: Any) -> dict[str
         "overhead_median": statistics.median(ratios), "by_halves": by_halves.mean, "by_halves_low": by_halves.low,
         "by_halves_high": by_halves.high, "by_halves_median": statistics.median(halves),
         "throughput_ratio": 1 / (1 + interval.mean),
-        "first_window_s": one.first_window_s, "extra_reserved_bytes": one.extra_reserved,
+        "hook_us": one.hook_us, "first_window_s": one.first_window_s, "extra_reserved_bytes": one.extra_reserved,
         "extra_peak_bytes": one.with_probe.peak - one.without.peak,
     }  # fmt: skip
     for name, blocks in (("without", one.without), ("with", one.with_probe)):
@@ -246,8 +254,12 @@ def summary(case: str, mode: str, one: Arm, before: Any, after: Any) -> dict[str
             f"worst_step_ms_{name}": 1e3 * max(t for block in steps for t in block),
             f"block_s_{name}": blocks.block_s,
         }
-    middle = found["steps"] // 2
+    middle = found["steps"] - found["steps"] // 2  # blocks begin every // 2 steps after a multiple of every
     found["sampled_step_ms"] = 1e3 * statistics.median(block[middle] for block in one.with_probe.step_s)
+    found["window_extra_ms"] = [  # the layers are tapped at the end of the step before
+        1e3 * (sum(block[middle - 1 : middle + 1]) - 2 * statistics.median(block[:middle]))
+        for block in itertools.compress(one.with_probe.step_s, one.opened)
+    ]
     if after is not None:
         found |= {
             "statistics_bytes": after.bytes, "waiting_bytes": after.most_staged_bytes,
@@ -319,6 +331,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             traceback.print_exc()
             results["failed"][f"{case} {mode} {name}"] = f"{type(error).__name__}: {error}"
         atomic_write(options.out, dumps(results, indent=1))
+    results["estimates"] = probe_windows.estimates(results["rows"])
+    if results["estimates"]:
+        print("\n".join([probe_windows.HEAD, *map(probe_windows.line, results["estimates"])]))
     print(f"{time.perf_counter() - start:.0f} s; failed: {results['failed'] or 'none'}")
     atomic_write(options.out, dumps(results, indent=1))
     rows_found: list[dict[str, Any]] = results["rows"]
