@@ -1,8 +1,8 @@
 """Triton kernels built by Inductor's worker processes before they are launched, through Triton's cache on disk.
 
 Private: ``FakeTensorMode``, ``AsyncCompile.use_process_pool`` and ``process_pool`` (torch 2.11 to 2.14), Triton's
-``jit_cache_hook``, ``JITFunction.preload``, ``DriverConfig._active`` and ``CudaLauncher`` (triton 3.6 to 3.8). Where one
-of them is missing a kernel is built at its first launch, as it would be without this file.
+``jit_cache_hook``, ``JITFunction.preload``, ``DriverConfig._active`` and ``CudaLauncher`` (triton 3.6 to 3.8). Where
+one of them is missing a kernel is built at its first launch, as it would be without this file.
 """
 
 from __future__ import annotations

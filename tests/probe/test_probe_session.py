@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import loka_compile.probe as probe
 from loka_compile.errors import ProbeError, StaleTableError
 from loka_compile.probe import intake, load_stats
 from loka_compile.probe.intake import Intake
-from loka_compile.probe.probe import BLIND_WINDOWS, Probe
+from loka_compile.probe.probe import BLIND_WINDOWS, PAUSE, Probe
 from tests.probe.training import SITES, batch, check_against_hooks, net, recorded, same, train, values
 
 
@@ -74,6 +75,34 @@ def test_gradient_accumulation_is_one_window() -> None:
     assert (p.steps, p.windows, p.stats["first#0"].input.n) == (4, 2, 2 * 3 * 20)
     assert p.stats["first#0"].weight.updates == 2  # type: ignore[union-attr]
     assert len(p.stats["first#0"].bias_norm) == 2
+
+
+@pytest.mark.parametrize(("every", "save_every"), [(1, 3), (4, 10), (7, 5)])
+def test_steps_with_nothing_to_do_count_and_earn_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int, save_every: int
+) -> None:
+    """Against a probe that does everything in every step; the clock stands still but for the steps, one a pause."""
+
+    def session(where: Path) -> tuple[list[int], list[int], int, float]:
+        seconds = iter([0.0, *range(1, 12), *range(3600, 3700)])
+        clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+        monkeypatch.setattr("loka_compile.probe.probe.time", clock)
+        model = net()
+        opened: list[int] = []
+        saved: list[int] = []
+        with probe(model, every=every, save_every=save_every, dir=where) as p, monkeypatch.context() as patch:
+            patch.setattr(p._intake, "open", lambda step: opened.append(step) or False)
+            patch.setattr(p, "_save", lambda: saved.append(p.steps))
+            train(model, 24)
+            allowance = p.report().allowance_s
+        return opened, saved, p.steps, round(allowance, 9)
+
+    found = session(tmp_path / "quiet")
+    monkeypatch.setattr(Probe, "_steps_until_something", lambda self: 0)
+    wanted = session(tmp_path / "busy")
+    assert found == wanted
+    assert found[:3] == (*([step for step in range(1, 25) if step % n == 0] for n in (every, save_every)), 24)
+    assert found[3] == pytest.approx(2.0 + 0.005 * (23 + PAUSE))
 
 
 def test_one_optimizer_of_several_is_the_clock_and_a_foreign_one_is_not() -> None:
