@@ -175,7 +175,9 @@ class Run:
 
     def compile_times(self) -> None:
         try:
-            found = compile_times.measure(seconds=max(1.0, self.options.seconds - (time.time() - self.start)))
+            found = compile_times.measure(
+                seconds=max(1.0, min(600.0, self.options.seconds - (time.time() - self.start)))
+            )
         except RuntimeError as error:
             self.log(f"compile: {error}")
             return

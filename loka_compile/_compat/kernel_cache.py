@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -31,6 +32,9 @@ class Launch:
     data: str
     #: Triton's GPUTarget as (backend, architecture, threads of a warp).
     target: tuple[str, int | str, int]
+    #: Of Triton's backend here, a part of every key in its cache: it holds the version of the ptxas that this process
+    #: asked first, whichever it uses now. A worker may have asked another, as Inductor has it use the one torch brings.
+    backend: str
 
 
 def fake_mode() -> FakeTensorMode:
@@ -44,6 +48,7 @@ def describe(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
     Described is what tensors take that begin on 16 bytes; others are compiled when they come.
     """
     from triton import knobs
+    from triton.compiler import make_backend
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
@@ -56,26 +61,28 @@ def describe(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
         found.append(call["compile"]["specialization_data"])
         return True
 
-    def mock(arg: Any) -> Any:
+    def without_data(arg: Any) -> Any:
         if isinstance(arg, tuple):
-            return tuple(map(mock, arg))
+            return tuple(map(without_data, arg))
         return MockTensor(arg.dtype) if isinstance(arg, FakeTensor) else arg
 
     knobs.runtime.jit_cache_hook = hook
     try:
-        kernel.warmup(*map(mock, args), grid=(1,), **options)
+        kernel.warmup(*map(without_data, args), grid=(1,), **options)
     finally:
         knobs.runtime.jit_cache_hook = outer
     if not found:
         return None
     target = driver.active.get_current_target()
-    name = kernel.fn.__name__
-    return Launch(kernel.fn.__module__, name, found[0], (target.backend, target.arch, target.warp_size))
+    backend = make_backend(target).hash()
+    where = (kernel.fn.__module__, kernel.fn.__name__)
+    return Launch(*where, found[0], (target.backend, target.arch, target.warp_size), backend)
 
 
 def build(launch: Launch, environment: Mapping[str, str]) -> None:
     """Compile a launch, and the C code that performs it, into Triton's cache; in a worker process, without a GPU."""
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
     from triton.runtime import driver
 
     class Driver:
@@ -89,7 +96,8 @@ def build(launch: Launch, environment: Mapping[str, str]) -> None:
 
     kernel = getattr(importlib.import_module(launch.module), launch.name)
     before = driver._active
-    with _environment(environment):
+    backend = type(make_backend(GPUTarget(*launch.target)))
+    with _environment(environment), mock.patch.object(backend, "hash", return_value=launch.backend):
         driver.set_active(Driver())
         try:
             built = kernel.preload(launch.data)
