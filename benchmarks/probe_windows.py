@@ -9,8 +9,9 @@ what share of the time its worker spent, is counted rather than timed. Its cost 
 The extra time is that of the tapped step and the opening before it, which a window takes whatever the worker then does.
 Part of it is in the first term too, and where arm ``all`` waits for its worker at the end of a block, training stands
 still as it never does otherwise: the estimate is rather too large than too small. ``by_windows`` takes the share and
-the windows of the run, ``by_windows_budget``, the long run, the whole budget and a window in every block, the most
-there can be. Intervals are those of the time lost in arm ``all``; the other figures are taken as they are. Between
+the windows of the run. ``by_windows_budget`` is the long run: the whole budget, and so many more or fewer windows than
+in the run as it is more or less than the share, but one for a block at most; where no window was opened in the run, one
+for each job that arm ``all`` does for that share. Intervals are those of the time lost in arm ``all``; the other figures are taken as they are. Between
 windows nothing but the hook's own time is counted: what else might be slower there, this estimate cannot see.
 """
 
@@ -89,9 +90,14 @@ def estimate(probe: dict[str, Any], everything: dict[str, Any], budget: float) -
     extra = max(0.0, min(statistics.median(times) for times in measured if times))
     found = {"case": probe["case"], "mode": probe["mode"], "hook_us": probe["hook_us"], "window_extra_ms": extra}
     found |= _named("cost_per_worker_second", cost)
+    if probe["windows"] and probe["worker_share"]:
+        windows_per_share = probe["windows"] / probe["rounds"] / probe["worker_share"]
+    else:
+        jobs = everything["calls_taken"] + everything["weights_taken"]
+        windows_per_share = jobs / everything["rounds"] / everything["worker_share"]
     for name, share, windows in (
         ("by_windows", probe["worker_share"], probe["windows"] / probe["rounds"]),
-        ("by_windows_budget", budget, 1.0),
+        ("by_windows_budget", budget, min(1.0, windows_per_share * budget)),
     ):
         rest = probe["hook_us"] / 1e3 / probe["step_ms_without"] + windows * extra / 1e3 / block
         found |= _named(name, Interval(*(share * value + rest for value in cost)))

@@ -23,7 +23,8 @@ def row(arm: str, **other: Any) -> dict[str, Any]:
 
 
 #: The worker spends 0.5 s in each block of 1.25 s on average; training loses 0.2, 0.3, 0.2 and 0.3 s.
-ALL = row("all", windows=4, worker_share=0.4, block_s_with=[1.2, 1.3, 1.2, 1.3], window_extra_ms=[0.0] * 4)
+ALL = row("all", windows=4, worker_share=0.4, block_s_with=[1.2, 1.3, 1.2, 1.3], window_extra_ms=[0.0] * 4,
+          calls_taken=20, weights_taken=12)  # fmt: skip
 
 
 def test_what_training_loses_per_second_of_the_worker() -> None:
@@ -58,7 +59,17 @@ def test_every_window_is_charged_its_extra_time(own: list[float], everything: li
     assert found is not None
     assert found["window_extra_ms"] == pytest.approx(extra)
     assert found["by_windows"] == pytest.approx(0.01 * 0.5 + len(own) / 4 * extra / 1e3)
-    assert found["by_windows_budget"] == pytest.approx(0.005 * 0.5 + extra / 1e3)
+    # In the long run half of the windows of this one, which spent twice the budget; else one for each of eight jobs a
+    # block, of which the budget pays for an eightieth.
+    windows = len(own) / 4 * 0.005 / 0.01 if own else 8 * 0.005 / 0.4
+    assert found["by_windows_budget"] == pytest.approx(0.005 * 0.5 + windows * extra / 1e3)
+
+
+def test_there_is_one_window_in_a_block_at_most() -> None:
+    probe = row("probe", worker_share=0.001, windows=4, window_extra_ms=[2.0] * 4, hook_us=0.0)
+    found = estimate(probe, ALL | {"window_extra_ms": [2.0]}, budget=0.005)
+    assert found is not None
+    assert found["by_windows_budget"] == pytest.approx(0.005 * 0.5 + 2e-3)
 
 
 def test_arms_of_one_case_and_mode_belong_together() -> None:
