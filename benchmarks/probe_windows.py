@@ -10,9 +10,10 @@ The extra time is that of the tapped step and the opening before it, which a win
 Part of it is in the first term too, and where arm ``all`` waits for its worker at the end of a block, training stands
 still as it never does otherwise: the estimate is rather too large than too small. ``by_windows`` takes the share and
 the windows of the run. ``by_windows_budget`` is the long run: the whole budget, and so many more or fewer windows than
-in the run as it is more or less than the share, but one for a block at most; where no window was opened in the run, one
-for each job that arm ``all`` does for that share. Intervals are those of the time lost in arm ``all``; the other figures are taken as they are. Between
-windows nothing but the hook's own time is counted: what else might be slower there, this estimate cannot see.
+in the run as it is more or less than the share, but one for a block at most; where no window was opened in the run,
+one for each job that arm ``all`` does for that share. Intervals are those of the time lost in arm ``all``; the other
+figures are taken as they are. Between windows nothing but the hook's own time is counted: what else might be slower
+there, this estimate cannot see.
 """
 
 from __future__ import annotations
