@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -41,23 +41,23 @@ def build(graph: fx.Graph) -> int:
             continue
         args, kwargs = pytree.tree_map(_described, (node.args, node.kwargs))
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, _Described)]
-        if tensors and all(t.shape is not None and t.device.type == "cuda" for t in tensors):
+        if tensors and all(t.known and t.device.type == "cuda" for t in tensors):
             begun += _build(run, args, kwargs, tensors[0].device)
     return begun
 
 
 class _Described:
-    """What a tensor's kernel depends on: its shape as numbers (None: unknown), dtype and device."""
+    """What a tensor's kernel depends on: its shape and strides as numbers, dtype and device."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        sizes = [size_hint(size) for size in value.shape]
-        known = [size for size in sizes if size is not None]
-        self.shape = known if len(known) == len(sizes) else None
+        self._shape, self._strides = ([size_hint(n) for n in ns] for ns in (value.shape, value.stride()))
+        self.known = None not in self._shape + self._strides
         self.dtype, self.device = value.dtype, value.device
 
     def fake(self) -> torch.Tensor:
-        """A contiguous one, within a FakeTensorMode."""
-        return torch.empty(self.shape or (), dtype=self.dtype, device=self.device)
+        """One without data, within a mode of fake tensors."""
+        shape, strides = (cast(list[int], numbers) for numbers in (self._shape, self._strides))
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=self.device)
 
 
 def _described(arg: Any) -> Any:
