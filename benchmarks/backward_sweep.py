@@ -56,12 +56,12 @@ def gradients(m: int, n: int) -> Arms:
     state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
 
     def two(g: torch.Tensor, y: torch.Tensor) -> object:
-        dx, amax, xt = block_norm_backward(g, y, rstd, block=256, hardswish=True, with_xt=True)
+        dx, amax, xt = block_norm_backward(g, y, rstd, block=256, activation="hardswish", with_xt=True)
         return cast_transpose(dx, amax, E4M3), xt
 
     def one(g: torch.Tensor, y: torch.Tensor, config: MeetingConfig) -> object:
         return block_norm_backward_fp8(
-            g, y, rstd, state, block=256, hardswish=True, dtype=E4M3, with_xt=True, config=config
+            g, y, rstd, state, block=256, activation="hardswish", dtype=E4M3, with_xt=True, config=config
         )  # fmt: skip
 
     arms: Arms = {"two kernels": [lambda g=g, y=y: two(g, y) for g, y in pairs]}

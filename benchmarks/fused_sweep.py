@@ -51,7 +51,7 @@ def forward_yq(t, c):
 
 def backward(t, block_m, warps):
     bnb.BLOCK_M, bnb.WARPS = block_m, warps
-    bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, hardswish=True, with_xt=True)
+    bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, activation="hardswish", with_xt=True)
 
 
 KINDS = {"forward_q": forward_q, "forward_yq": forward_yq}
@@ -167,7 +167,7 @@ def check():
         g = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
         F.hardswish(block_norm(x)).backward(g.double())
         expect = (F.hardswish(yb.float()) * 16).clamp(-448, 448).to(FP8)
-        dx, amax, xt = bnb.block_norm_backward(g, yb, rstd, block=256, hardswish=True, with_xt=True)
+        dx, amax, xt = bnb.block_norm_backward(g, yb, rstd, block=256, activation="hardswish", with_xt=True)
         worst[f"dx {m},{n},{k} {tma}"] = relative(dx, x.grad)
         worst[f"amax {m},{n},{k} {tma}"] = abs(amax.max().item() - dx.abs().max().item())
         worst[f"xt {m},{n},{k} {tma}"] = relative(xt.float().T, expect.double())

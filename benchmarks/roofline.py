@@ -123,10 +123,10 @@ def kernels(m: int, n: int, k: int) -> list[Kernel]:
         Kernel("the same, y and rstd too", [lambda x=x, w=w: training(x, w, s, s) for x, w in pairs],
                flop, operands + m * n + kept),
         Kernel("HardSwish' + BlockNorm' + amax",
-               [lambda g=g, y=y: block_norm_backward(g, y, rstd, block=256, hardswish=True, with_xt=False)
+               [lambda g=g, y=y: block_norm_backward(g, y, rstd, block=256, activation="hardswish", with_xt=False)
                 for g, y in zip(grads, ys, strict=True)], 0.0, 6 * m * n + 4 * rstd.numel()),
         Kernel("the same, FP8 transpose of x too",
-               [lambda g=g, y=y: block_norm_backward(g, y, rstd, block=256, hardswish=True, with_xt=True)
+               [lambda g=g, y=y: block_norm_backward(g, y, rstd, block=256, activation="hardswish", with_xt=True)
                 for g, y in zip(grads, ys, strict=True)], 0.0, 7 * m * n + 4 * rstd.numel()),
         Kernel("cast, both layouts", [lambda g=g: cast_transpose(g, parts, E4M3) for g in grads], 0.0, 4 * m * n),
         Kernel("weights, both layouts (2 launches)",

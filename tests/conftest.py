@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,14 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+
+from tests.cpu_fp8 import speed_up
+
+
+def pytest_configure() -> None:
+    """FP8 on a CPU is fast enough to be tested with."""
+    with warnings.catch_warnings(action="ignore"):
+        speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

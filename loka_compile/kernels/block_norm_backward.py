@@ -50,7 +50,7 @@ def _backward_kernel(
 
 @torch.no_grad()
 def block_norm_backward(
-    grad: Tensor, y: Tensor, rstd: Tensor, *, block: int, hardswish: bool, with_xt: bool
+    grad: Tensor, y: Tensor, rstd: Tensor, *, block: int, activation: str, with_xt: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dx, amax, xt)`` for contiguous grad and y [M, N] and rstd fp32 [M, ceil(N/block)]; block at most 256.
 
@@ -67,7 +67,7 @@ def block_norm_backward(
     xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=grad.device)
     run_kernel(
         _backward_kernel, grid,
-        grad, y, rstd, dx, amax, xt, m, n, m // 4, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
+        grad, y, rstd, dx, amax, xt, m, n, m // 4, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=activation,
         WRITE_XT=with_xt, WORDS=m % 4 == 0, PTX=dev.ptx(grad.device), num_warps=WARPS, num_stages=1,
         **dev.early(grad.device),
     )  # fmt: skip

@@ -32,7 +32,7 @@ def _pair(
     """dx of the rows ``rm`` and ``rm + 1`` halved, and their activations as FP8 in the low halves of words."""
     d0, y0 = tiles_of.gradient(rm, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     d1, y1 = tiles_of.gradient(rm + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    x = turned.pack2(dev.hardswish(y0), dev.hardswish(y1), 16.0, tl.float8e4nv, 448.0, PTX)
+    x = turned.pack2(dev.activated(y0, ACT), dev.activated(y1, ACT), 16.0, tl.float8e4nv, 448.0, PTX)
     return turned.halved(d0, d1, G.dtype.element_ty), x
 
 
@@ -125,7 +125,7 @@ def _backward_fp8_kernel(
 
 @torch.no_grad()
 def block_norm_backward_fp8(
-    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int, hardswish: bool, dtype: torch.dtype,
+    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int, activation: str, dtype: torch.dtype,
     with_dx: bool = False, with_q: bool = True, with_qt: bool = True, with_xt: bool = False,
     config: MeetingConfig = CONFIG,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -152,7 +152,7 @@ def block_norm_backward_fp8(
         run_kernel(
             _backward_fp8_kernel, (min(tiles, room),),
             grad, y, rstd, dx, q, qt, xt, scale, state, m, n, m // 4, tiles,
-            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=hardswish,
+            LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=activation,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,
             PTX=dev.ptx(device), KEEP=tiles <= room, HALF=half, PHASE=phase,
             num_warps=config.warps, num_stages=1, **grid.together(device, config.registers),

@@ -142,6 +142,27 @@ def hardswish_derivative(x):
 
 
 @triton.jit
+def silu_derivative(x):
+    """Derivative of ``x * sigmoid(x)``."""
+    gate = tl.sigmoid(x)
+    return gate * (1.0 + x * (1.0 - gate))
+
+
+@triton.jit
+def activated(x, ACT: tl.constexpr):
+    """The activation ACT in fp32: "hardswish", "silu" or none. None of them exceeds its input."""
+    if ACT == "hardswish":
+        return hardswish(x)
+    return x * tl.sigmoid(x) if ACT == "silu" else x
+
+
+@triton.jit
+def derivative(x, ACT: tl.constexpr):
+    """That of the activation ACT, "hardswish" or "silu"."""
+    return silu_derivative(x) if ACT == "silu" else hardswish_derivative(x)
+
+
+@triton.jit
 def to_fp8(x, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr = False):
     """x * scale, saturated at the format's largest number, as FP8. NaN stays NaN.
 

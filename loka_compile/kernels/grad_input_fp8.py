@@ -60,7 +60,7 @@ def _grad_input_fp8_kernel(
     d2, y2 = through(g2, 4 * rw + 2, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     d3, y3 = through(g3, 4 * rw + 3, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     if WRITE_XT and PHASE != 2:
-        store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, WORDS, PTX)
+        store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, ACT, WORDS, PTX)
     d = (d0, d1, d2, d3)
     if PHASE != 2:
         grid.report(STATE, turned.largest_of4(d))
@@ -77,7 +77,7 @@ def _grad_input_fp8_kernel(
 @torch.no_grad()
 def grad_input_fp8(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int,
-    hardswish: bool, dtype: torch.dtype, fast: bool, config: GemmConfig, with_q: bool = True, with_qt: bool = True,
+    activation: str, dtype: torch.dtype, fast: bool, config: GemmConfig, with_q: bool = True, with_qt: bool = True,
     with_xt: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(q, qt, scale, xt)``: as ``block_norm_backward_fp8`` of the gradient ``a @ b.T * scale_a * scale_b`` [M, N].
@@ -104,7 +104,7 @@ def grad_input_fp8(
             _grad_input_fp8_kernel, (triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n),),
             *operands, scale_a, scale_b, y, rstd, q, qt, xt, scale, state, m, n, k, a.stride(0), b.stride(0), m // 4,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k,
-            GROUP_M=config.group_m, NORM=norm, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, ACT=hardswish,
+            GROUP_M=config.group_m, NORM=norm, EVEN_K=k % config.block_k == 0, TMA=tma, FAST=fast, ACT=activation,
             WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0, PTX=dev.ptx(device), PHASE=phase,
             num_warps=config.warps, num_stages=config.stages, **grid.together(device),
         )  # fmt: skip

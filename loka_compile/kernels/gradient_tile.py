@@ -1,6 +1,6 @@
-"""A tile of a gradient on its way through HardSwish and BlockNorm; what the backward kernels share.
+"""A tile of a gradient on its way through an activation and BlockNorm; what the backward kernels share.
 
-    g  = d * HardSwish'(y)
+    g  = d * act'(y)          (HardSwish, SiLU or none)
     dx = rstd * (g - y * mean_block(g * y))
 
 with d the gradient of a layer's output, y [M, N] and rstd [M, blocks] as the forward kept them.
@@ -19,7 +19,7 @@ from loka_compile.kernels import turned
 def through(
     g, rm, pid_n, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient g of the rows ``rm`` taken through HardSwish and BlockNorm, and their y; fp32, zero outside."""
+    """The gradient g of the rows ``rm`` taken through the activation and BlockNorm, and their y; fp32, zero outside."""
     ROWS: tl.constexpr = g.shape[0]
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
@@ -30,8 +30,8 @@ def through(
     rstd = tl.load(
         RSTD + rm[:, None] * blocks + rb[None, :], mask=(rm[:, None] < M) & (rb[None, :] < blocks), other=0.0
     )  # fmt: skip
-    if ACT:
-        g = g * dev.hardswish_derivative(y)
+    if ACT != "":
+        g = g * dev.derivative(y, ACT)
     mean = dev.block_mean(g * y, pid_n * BLOCK_N, N, ROWS, BLOCK_N, NORM)
     return dev.over_block(g - dev.over_block(y, mean, ROWS, BLOCK_N, NORM), rstd, ROWS, BLOCK_N, NORM), y
 
@@ -48,10 +48,13 @@ def gradient(
 
 
 @triton.jit
-def store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """``fp8(HardSwish(y) * 16)`` of four tiles, transposed."""
+def store_activation(
+    XT, y0, y1, y2, y3, rw, rn, M, N, words, ACT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """``fp8(act(y) * 16)`` of four tiles, transposed."""
     x = dev.pack4(
-        dev.hardswish(y0), dev.hardswish(y1), dev.hardswish(y2), dev.hardswish(y3), 16.0, tl.float8e4nv, 448.0, PTX
+        dev.activated(y0, ACT), dev.activated(y1, ACT), dev.activated(y2, ACT), dev.activated(y3, ACT), 16.0,
+        tl.float8e4nv, 448.0, PTX,
     )  # fmt: skip
     turned.store_turned(XT, x, rw, rn, M, N, words, WORDS)
 
@@ -70,5 +73,6 @@ def gradients(
     d2, y2 = gradient(4 * rw + 2, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     d3, y3 = gradient(4 * rw + 3, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
     if WRITE_XT:
-        store_activation(XT, y0, y1, y2, y3, rw, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), M, N, words, WORDS, PTX)
+        rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, ACT, WORDS, PTX)
     return d0, d1, d2, d3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,10 @@ from loka_compile.kernels.config import Scaling, scaling_of
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 #: Smallest amax that a scale is made from: an all-zero tensor then gets a finite scale and stays zero.
 AMAX_FLOOR = 1e-12
+#: What may stand behind a BlockNorm and does not exceed its input, and the gradient through it: (gradient, input).
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "hardswish": (F.hardswish, torch.ops.aten.hardswish_backward), "silu": (F.silu, torch.ops.aten.silu_backward)
+}  # fmt: skip
 
 
 def wide(x: Tensor) -> Tensor:
@@ -95,12 +101,13 @@ def quantize_1x128_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_norm_backward_ref(
-    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, activation: str
 ) -> Tensor:  # fmt: skip
-    """``rstd * (g - y * mean(g * y))`` in each block, with ``g = grad * HardSwish'(y)`` if hardswish; wide."""
+    """``rstd * (g - y * mean(g * y))`` in each block, with ``g = grad * act'(y)``; wide. ``activation``: see
+    :data:`ACTIVATIONS`, or "" for none."""
     g, y = wide(grad), saved(y)
-    if hardswish:
-        g = torch.ops.aten.hardswish_backward(g, y)
+    if activation:
+        g = ACTIVATIONS[activation][1](g, y)
     out = []
     for gp, yp, r in zip(g.split(block, 1), y.split(block, 1), rstd.split(1, 1), strict=True):
         out.append(r * (gp - yp * (gp * yp).mean(1, keepdim=True)))
@@ -108,20 +115,21 @@ def block_norm_backward_ref(
 
 
 def block_norm_backward_fp8_ref(
-    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, dtype: torch.dtype
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx in grad's dtype, dx in FP8, its transpose, their scale, and ``fp8(HardSwish(y) * 16)`` transposed.
+    """dx in grad's dtype, dx in FP8, its transpose, their scale, and ``fp8(act(y) * 16)`` transposed.
 
     The cast reads dx before it is rounded to grad's dtype.
     """
-    dx = block_norm_backward_ref(grad, y, rstd, block, hardswish)
+    dx = block_norm_backward_ref(grad, y, rstd, block, activation)
     amax = dx.abs().max().reshape(1) if dx.numel() else dx.new_zeros((1,))
-    return dx.to(grad.dtype), *cast_transpose_ref(dx, amax, dtype), hardswish_fp8_ref(y, 16.0).t().contiguous()
+    return dx.to(grad.dtype), *cast_transpose_ref(dx, amax, dtype), activation_fp8_ref(y, activation).t().contiguous()
 
 
-def hardswish_fp8_ref(y: Tensor, factor: float) -> Tensor:
-    """``fp8(HardSwish(y) * factor)`` in e4m3."""
-    return to_fp8(F.hardswish(saved(y)), factor, torch.float8_e4m3fn)
+def activation_fp8_ref(y: Tensor, activation: str) -> Tensor:
+    """``fp8(act(y) * 16)`` in e4m3."""
+    act = ACTIVATIONS[activation][0] if activation else wide
+    return to_fp8(act(saved(y)), 16.0, torch.float8_e4m3fn)
 
 
 def cast_transpose_ref(x: Tensor, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

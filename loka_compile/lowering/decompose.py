@@ -10,10 +10,9 @@ from torch import fx
 from loka_compile.errors import LoweringError
 from loka_compile.lowering.decomposition_table import KEPT_WHOLE
 from loka_compile.lowering.fused.forward import will_fuse
+from loka_compile.lowering.fused.match import BOUNDED_ACTIVATIONS
 from loka_compile.lowering.inline import replace_with
 from loka_compile.ops import DECOMPOSITIONS
-
-aten = torch.ops.aten
 
 
 def decompose_unfusable(graph: fx.Graph) -> None:
@@ -23,12 +22,12 @@ def decompose_unfusable(graph: fx.Graph) -> None:
     instead of saving it.
     """
     kept = {n for n in graph.nodes if n.target is torch.ops.loka.block_norm.default and will_fuse(n)}
-    kept |= {n for n in graph.nodes if n.target is aten.hardswish.default and _source(n) in kept}
+    kept |= {n for n in graph.nodes if n.target in BOUNDED_ACTIVATIONS and _source(n) in kept}
     decompose(graph, kept)
 
 
 def decompose(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> None:
-    """Inline the reference of each BlockNorm and the decomposition of each HardSwish that is not in ``kept``."""
+    """Inline the reference of each BlockNorm and the decomposition of each activation that is not in ``kept``."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
@@ -40,7 +39,7 @@ def decompose(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> None:
 
 
 def _source(node: fx.Node) -> object:
-    """The BlockNorm behind a HardSwish, past casts and the choice of its first result."""
+    """The BlockNorm behind an activation, past casts and the choice of its first result."""
     while isinstance(node, fx.Node) and node.target is not torch.ops.loka.block_norm.default:
         node = node.args[0] if node.args else None  # type: ignore[assignment]
     return node

@@ -12,7 +12,8 @@ aten = torch.ops.aten
 
 #: The fusion recognises these; Inductor's own decomposition of what it leaves comes after it.
 KEPT_WHOLE = (
-    aten.hardswish.default, aten.hardswish_backward.default, aten.hardsigmoid.default, aten.hardsigmoid_backward.default
+    aten.hardswish.default, aten.hardswish_backward.default, aten.silu.default, aten.silu_backward.default,
+    aten.hardsigmoid.default, aten.hardsigmoid_backward.default,
 )  # fmt: skip
 
 

@@ -151,19 +151,20 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     device.ptx = lambda _: True
     for m, n in [(4096, 512), (4096, 1024), (199, 3456)]:
-        for with_xt in (False, True):
+        for with_xt, activation in ((False, "hardswish"), (True, "hardswish"), (False, "silu"), (True, "silu")):
             found.clear()
             grad, state = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(grid_barrier.STATE, dtype=torch.int32)
             block_norm_backward_fp8.block_norm_backward_fp8(
-                grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), state, block=256, hardswish=True, dtype=FP8,
-                with_xt=with_xt, config=meeting_config("block_norm_backward_fp8", m, n),
+                grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), state, block=256,
+                activation=activation, dtype=FP8, with_xt=with_xt,
+                config=meeting_config("block_norm_backward_fp8", m, n),
             )  # fmt: skip
-            results[f"{m}x{n} {with_xt}"] = list(found)
+            results[f"{m}x{n} {activation} {with_xt}"] = list(found)
     found.clear()
     x, weight, one = torch.empty(4096, 512, dtype=FP8), torch.empty(512, 512, dtype=FP8), torch.empty(())
     grad_input_fp8.grad_input_fp8(
         x, weight, one, one, torch.empty(4096, 512, dtype=torch.bfloat16), torch.empty(4096, 2), state, block=256,
-        hardswish=True, dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
+        activation="hardswish", dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
     )  # fmt: skip
     results["grad_input"] = list(found)
     return results

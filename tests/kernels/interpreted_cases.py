@@ -219,52 +219,56 @@ def test_gemms_of_one_shape_together(count: int, m: int, n: int, k: int) -> None
 
 
 @pytest.mark.parametrize(("m", "n"), [(7, 384), (33, 256), (1, 512), (20, 100), (3, 640)])
-@pytest.mark.parametrize("hardswish", [False, True])
-def test_backward(m: int, n: int, hardswish: bool) -> None:
+@pytest.mark.parametrize("activation", ["", "hardswish", "silu"])
+def test_backward(m: int, n: int, activation: str) -> None:
     y, grad = torch.randn(m, n) * 2, torch.randn(m, n)
     y[0, :3] = torch.tensor([-3.0, 3.0, 0.0])
     rstd = torch.rand(m, -(-n // 256)) + 0.5
-    dx, amax, _ = block_norm_backward(grad, y, rstd, block=256, hardswish=hardswish, with_xt=False)
-    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, hardswish)
+    dx, amax, _ = block_norm_backward(grad, y, rstd, block=256, activation=activation, with_xt=False)
+    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, activation)
     torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
     assert amax.max().item() == pytest.approx(expected.abs().max().item(), rel=1e-5)
 
 
-def test_backward_writes_the_transposed_activation() -> None:
+@pytest.mark.parametrize("activation", ["hardswish", "silu"])
+def test_backward_writes_the_transposed_activation(activation: str) -> None:
     y, grad, rstd = torch.randn(37, 384), torch.randn(37, 384), torch.rand(37, 2) + 0.5
-    xt = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=True)[2]
-    expected = ref.hardswish_fp8_ref(y, 16.0).float().t()
+    xt = block_norm_backward(grad, y, rstd, block=256, activation=activation, with_xt=True)[2]
+    expected = ref.activation_fp8_ref(y, activation).float().t()
     assert xt.shape == (384, 37)
     # Coarse, because the interpreter's casts are wrong by up to half of the value.
     assert ((xt.float() - expected).abs() <= 0.55 * expected.abs() + 2.0**-8).all()
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "hardswish", "dtype", "half"),
+    ("m", "n", "activation", "dtype", "half"),
     [
-        (1, 384, True, torch.float8_e4m3fn, False),
-        (33, 256, False, torch.float8_e4m3fn, True),
-        (76, 384, True, torch.float8_e5m2, False),  # more tiles than programs
-        (20, 100, True, torch.float8_e4m3fn, True),
-        (2, 640, False, torch.float8_e5m2, False),
+        (1, 384, "hardswish", torch.float8_e4m3fn, False),
+        (33, 256, "", torch.float8_e4m3fn, True),
+        (76, 384, "hardswish", torch.float8_e5m2, False),  # more tiles than programs
+        (20, 100, "silu", torch.float8_e4m3fn, True),
+        (2, 640, "", torch.float8_e5m2, False),
+        (76, 384, "silu", torch.float8_e5m2, False),
     ],
 )
-def test_backward_in_fp8(m: int, n: int, hardswish: bool, dtype: torch.dtype, half: bool) -> None:
+def test_backward_in_fp8(m: int, n: int, activation: str, dtype: torch.dtype, half: bool) -> None:
     y, grad, rstd = torch.randn(m, n) * 2, torch.randn(m, n), torch.rand(m, -(-n // 256)) + 0.5
     y[0, :3] = torch.tensor([-3.0, 3.0, 0.0])
     state = torch.zeros(STATE, dtype=torch.int32)
     if half:
         grad = grad.half()  # not bf16, which the interpreter does not know bit by bit
-    options = {"block": 256, "hardswish": hardswish, "dtype": dtype, "config": MeetingConfig(half=half)}
+    options = {"block": 256, "activation": activation, "dtype": dtype, "config": MeetingConfig(half=half)}
     dx, q, qt, scale, xt = block_norm_backward_fp8(grad, y, rstd, state, with_dx=True, with_xt=True, **options)
-    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, hardswish)
+    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, activation)
     close = {"rtol": 1e-3, "atol": 1e-4} if half else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(dx.double(), expected, **close)
     assert scale.item() == pytest.approx(expected.abs().max().item() / torch.finfo(dtype).max, rel=close["rtol"])
     assert torch.equal(q.float().t(), qt.float())
     # Coarse, because the interpreter's casts are wrong by up to half of the value.
     assert ((q.double() * scale - expected).abs() <= 0.55 * expected.abs() + scale * 2.0**-8).all()
-    assert ((xt.float().t() - ref.hardswish_fp8_ref(y, 16.0).float()).abs() <= 0.55 * 16 * y.abs() + 2.0**-8).all()
+    assert (
+        (xt.float().t() - ref.activation_fp8_ref(y, activation).float()).abs() <= 0.55 * 16 * y.abs() + 2.0**-8
+    ).all()
     assert not state.any()
     only = block_norm_backward_fp8(grad, y, rstd, state, with_q=False, **options)
     assert [t.numel() for t in only] == [0, 0, m * n, 1, 0]
@@ -272,21 +276,25 @@ def test_backward_in_fp8(m: int, n: int, hardswish: bool, dtype: torch.dtype, ha
 
 
 @pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize(("m", "n", "k", "hardswish"), [(7, 384, 48, True), (40, 512, 32, False), (33, 100, 16, True)])
-def test_grad_input_with_the_gradient_below(m: int, n: int, k: int, hardswish: bool, tma: bool) -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "k", "activation"), [(7, 384, 48, "hardswish"), (40, 512, 32, ""), (33, 100, 16, "silu")]
+)
+def test_grad_input_with_the_gradient_below(m: int, n: int, k: int, activation: str, tma: bool) -> None:
     a, b, y, rstd = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 2, torch.rand(m, -(-n // 256)) + 0.5
     s, t, state = torch.tensor(0.5), torch.tensor(3.0), torch.zeros(STATE, dtype=torch.int32)
     q, qt, scale, xt = grad_input_fp8(
-        a, b, s, t, y, rstd, state, block=256, hardswish=hardswish, dtype=torch.float8_e4m3fn, fast=True,
+        a, b, s, t, y, rstd, state, block=256, activation=activation, dtype=torch.float8_e4m3fn, fast=True,
         config=GemmConfig(block_m=16, block_k=16, tma=tma), with_xt=True,
     )  # fmt: skip
     product = 1.5 * a.double() @ b.double().t()
-    expected = ref.block_norm_backward_ref(product, y.double(), rstd.double(), 256, hardswish)
+    expected = ref.block_norm_backward_ref(product, y.double(), rstd.double(), 256, activation)
     assert scale.item() == pytest.approx(expected.abs().max().item() / 448, rel=1e-5)
     assert torch.equal(q.float().t(), qt.float())
     # Coarse, because the interpreter's casts are wrong by up to half of the value.
     assert ((q.double() * scale - expected).abs() <= 0.55 * expected.abs() + scale * 2.0**-8).all()
-    assert ((xt.float().t() - ref.hardswish_fp8_ref(y, 16.0).float()).abs() <= 0.55 * 16 * y.abs() + 2.0**-8).all()
+    assert (
+        (xt.float().t() - ref.activation_fp8_ref(y, activation).float()).abs() <= 0.55 * 16 * y.abs() + 2.0**-8
+    ).all()
     assert not state.any()
 
 
@@ -294,25 +302,25 @@ def test_backward_of_values_kept_in_fp8() -> None:
     grad, rstd = torch.randn(9, 384), torch.rand(9, 2) + 0.5
     kept = (torch.randn(9, 384) * 32).to(torch.float8_e4m3fn)
     state = torch.zeros(STATE, dtype=torch.int32)
-    expected = ref.block_norm_backward_ref(grad.double(), kept.double() / 16, rstd.double(), 256, True)
-    dx = block_norm_backward(grad, kept, rstd, block=256, hardswish=True, with_xt=False)[0]
+    expected = ref.block_norm_backward_ref(grad.double(), kept.double() / 16, rstd.double(), 256, "hardswish")
+    dx = block_norm_backward(grad, kept, rstd, block=256, activation="hardswish", with_xt=False)[0]
     torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
     dx = block_norm_backward_fp8(
-        grad, kept, rstd, state, block=256, hardswish=True, dtype=torch.float8_e4m3fn, with_dx=True
+        grad, kept, rstd, state, block=256, activation="hardswish", dtype=torch.float8_e4m3fn, with_dx=True
     )[0]  # fmt: skip
     torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-5)
-    wide = ref.block_norm_backward_ref(grad, kept, rstd, 256, True).double()
+    wide = ref.block_norm_backward_ref(grad, kept, rstd, 256, "hardswish").double()
     torch.testing.assert_close(wide, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_nan_reaches_the_maxima() -> None:
     y, grad, rstd = torch.randn(5, 256), torch.randn(5, 256), torch.rand(5, 1)
     grad[3, 200] = float("nan")
-    amax = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=False)[1]
+    amax = block_norm_backward(grad, y, rstd, block=256, activation="hardswish", with_xt=False)[1]
     assert amax.isnan().any()
     state = torch.zeros(STATE, dtype=torch.int32)
     assert block_norm_backward_fp8(
-        grad, y, rstd, state, block=256, hardswish=True, dtype=torch.float8_e4m3fn
+        grad, y, rstd, state, block=256, activation="hardswish", dtype=torch.float8_e4m3fn
     )[3].isnan()  # fmt: skip
     assert not state.any()
     scale = cast_transpose(grad, amax, torch.float8_e5m2)[2]

@@ -93,9 +93,11 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
 
 def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:
     """A cooperative launch fails unless they fit; hardly anything may be spilt."""
-    assert len(compiled["meeting"]) == 7
+    assert len(compiled["meeting"]) == 13
     for case, (kernel,) in compiled["meeting"].items():
         # Few registers where a tile is held in 16 bits; an odd batch writes its transposes byte by byte.
-        assert kernel["stack"] <= {"4096x1024 False": 64, "4096x1024 True": 64, "199x3456 True": 128}.get(case, 0), case
+        size, *_ = case.split()
+        allowed = {"4096x1024": 64, "199x3456": 128 if case.endswith("True") else 0}.get(size, 0)
+        assert kernel["stack"] <= allowed, case
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
         assert kernel["shared"] <= SHARED, case

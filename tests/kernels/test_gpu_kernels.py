@@ -42,14 +42,15 @@ def test_gemm_block_norm(m: int, n: int, k: int, config: str) -> None:
     # The tensor core's fast accumulator keeps about 13 bits.
     assert relative(y, expected) < 2e-3
     assert relative(rstd, expected_rstd) < 2e-3
-    assert torch.equal(q.float(), ref.hardswish_fp8_ref(y, 16.0).float()) or (
+    assert torch.equal(q.float(), ref.activation_fp8_ref(y, "hardswish").float()) or (
         relative(q.float() / 16, F.hardswish(expected)) < 0.04
     )
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 384), (199, 3456), (2048, 256), (4096, 512), (64, 7680), (200, 100)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_backward(m: int, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ref.ACTIVATIONS)
+def test_backward(m: int, n: int, dtype: torch.dtype, activation: str) -> None:
     from loka_compile.kernels.block_norm_backward import block_norm_backward
 
     z = torch.randn(m, n, device="cuda", dtype=torch.float64, requires_grad=True)
@@ -58,22 +59,23 @@ def test_backward(m: int, n: int, dtype: torch.dtype) -> None:
     grad = (torch.randn(m, n, device="cuda") * 1e-4).to(dtype)
     # HardSwish' jumps at 3: it is taken where the kernel takes it, at the rounded y.
     at = y.double().requires_grad_()
-    F.hardswish(at).backward(grad.double())
+    act = {"hardswish": F.hardswish, "silu": F.silu}[activation]
+    act(at).backward(grad.double())
     y64.backward(at.grad)
-    dx, amax, xt = block_norm_backward(grad, y, rstd, block=256, hardswish=True, with_xt=True)
+    dx, amax, xt = block_norm_backward(grad, y, rstd, block=256, activation=activation, with_xt=True)
     assert relative(dx, z.grad) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert amax.max().item() == dx.float().abs().max().item()
-    expected = ref.hardswish_fp8_ref(y, 16.0)
+    expected = ref.activation_fp8_ref(y, activation)
     # The kernel's product may round the other way in the last bit before the cast.
     assert (xt.float().t() != expected.float()).float().mean().item() < 1e-2
-    assert relative(xt.float().t() / 16, F.hardswish(y64)) < 0.04
+    assert relative(xt.float().t() / 16, act(y64)) < 0.04
 
 
 @pytest.mark.parametrize(
     ("m", "n"), [(1, 384), (199, 3456), (4096, 512), (4096, 1024), (4096, 2048), (64, 7680), (200, 100)]
 )
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "activation"), [(E4M3, "hardswish"), (E5M2, "hardswish"), (E4M3, "silu")])
+def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype, activation: str) -> None:
     """The kernel whose programs meet: many times, for what a missed meeting would change; in a CUDA graph too."""
     from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
     from loka_compile.kernels.grid_barrier import STATE
@@ -84,18 +86,18 @@ def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype) -> None:
 
     def run(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return block_norm_backward_fp8(
-            grad, y, rstd, state, block=256, hardswish=True, dtype=dtype, with_dx=True, with_xt=True
+            grad, y, rstd, state, block=256, activation=activation, dtype=dtype, with_dx=True, with_xt=True
         )  # fmt: skip
 
     def check(grad: torch.Tensor, found: tuple[torch.Tensor, ...]) -> None:
         dx, q, qt, scale, xt = found
-        expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, True)
+        expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, activation)
         assert relative(dx, expected) < 4e-3
         amax = expected.abs().max().item()
         assert scale.item() == pytest.approx(amax / torch.finfo(dtype).max, rel=1e-4)
         assert torch.equal(q.float().t(), qt.float())
         assert relative(q.double() * scale.double(), expected) < (0.04 if dtype == E4M3 else 0.08)
-        assert (xt.float().t() != ref.hardswish_fp8_ref(y, 16.0).float()).float().mean().item() < 1e-2
+        assert (xt.float().t() != ref.activation_fp8_ref(y, activation).float()).float().mean().item() < 1e-2
         assert not state.any()
 
     for grad, found in [(grad, run(grad)) for grad in grads]:
@@ -111,24 +113,26 @@ def test_backward_in_fp8(m: int, n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(4096, 512, 512), (199, 384, 448), (1, 512, 64), (2048, 256, 1024)])
-@pytest.mark.parametrize("tma", [False, True])
-def test_grad_input_with_the_gradient_below(m: int, n: int, k: int, tma: bool) -> None:
+@pytest.mark.parametrize(("tma", "activation"), [(False, "hardswish"), (True, "hardswish"), (True, "silu")])
+def test_grad_input_with_the_gradient_below(m: int, n: int, k: int, tma: bool, activation: str) -> None:
     from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
     from loka_compile.kernels.grid_barrier import STATE
 
     a, b, s = fp8(m, k), fp8(n, k), torch.tensor(0.01, device="cuda")
     y = (torch.randn(m, n, device="cuda") * 1.5).bfloat16()
     rstd, state = torch.rand(m, -(-n // 256), device="cuda") + 0.5, torch.zeros(STATE, dtype=torch.int32, device="cuda")
-    expected = ref.block_norm_backward_ref(a.double() @ b.double().t() * 1e-4, y.double(), rstd.double(), 256, True)
+    product = a.double() @ b.double().t() * 1e-4
+    expected = ref.block_norm_backward_ref(product, y.double(), rstd.double(), 256, activation)
     config = GemmConfig(block_m=64, block_k=128, warps=8, stages=4, tma=tma)
     for _ in range(3):
         q, qt, scale, xt = grad_input_fp8(
-            a, b, s, s, y, rstd, state, block=256, hardswish=True, dtype=E4M3, fast=True, config=config, with_xt=True
+            a, b, s, s, y, rstd, state, block=256, activation=activation, dtype=E4M3, fast=True, config=config,
+            with_xt=True,
         )  # fmt: skip
         assert scale.item() == pytest.approx(expected.abs().max().item() / 448, rel=5e-3)
         assert relative(q.double() * scale.double(), expected) < 0.04
         assert torch.equal(q.float().t(), qt.float())
-        assert (xt.float().t() != ref.hardswish_fp8_ref(y, 16.0).float()).float().mean().item() < 1e-2
+        assert (xt.float().t() != ref.activation_fp8_ref(y, activation).float()).float().mean().item() < 1e-2
         assert not state.any()
 
 
@@ -140,15 +144,15 @@ def test_backward_of_values_kept_in_fp8(m: int, n: int) -> None:
 
     grad, rstd = torch.randn(m, n, device="cuda").bfloat16(), torch.rand(m, -(-n // 256), device="cuda") + 0.5
     kept, state = (torch.randn(m, n, device="cuda") * 24).to(E4M3), torch.zeros(STATE, dtype=torch.int32, device="cuda")
-    expected = ref.block_norm_backward_ref(grad.double(), kept.double() / 16, rstd.double(), 256, True)
-    dx = block_norm_backward(grad, kept, rstd, block=256, hardswish=True, with_xt=False)[0]
+    expected = ref.block_norm_backward_ref(grad.double(), kept.double() / 16, rstd.double(), 256, "hardswish")
+    dx = block_norm_backward(grad, kept, rstd, block=256, activation="hardswish", with_xt=False)[0]
     assert relative(dx, expected) < 4e-3
     _, q, qt, scale, xt = block_norm_backward_fp8(
-        grad, kept, rstd, state, block=256, hardswish=True, dtype=E4M3, with_xt=True
+        grad, kept, rstd, state, block=256, activation="hardswish", dtype=E4M3, with_xt=True
     )  # fmt: skip
     assert relative(q.double() * scale.double(), expected) < 0.04
     assert torch.equal(q.float().t(), qt.float())
-    assert (xt.float().t() != ref.hardswish_fp8_ref(kept, 16.0).float()).float().mean().item() < 1e-2
+    assert (xt.float().t() != ref.activation_fp8_ref(kept, "hardswish").float()).float().mean().item() < 1e-2
 
 
 @pytest.mark.parametrize("shape", [(4096, 512), (199, 3456), (1, 17), (130, 70)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,14 +41,14 @@ def test_rowwise_scales_multiply_rows_and_columns() -> None:
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 384), (199, 3456), (33, 256), (4, 100)])
-@pytest.mark.parametrize("hardswish", [False, True])
-def test_backward_is_the_gradient_by_autograd(m: int, n: int, hardswish: bool) -> None:
+@pytest.mark.parametrize("activation", ["", "hardswish", "silu"])
+def test_backward_is_the_gradient_by_autograd(m: int, n: int, activation: str) -> None:
     x = torch.randn(m, n, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(m, n, dtype=torch.float64)
     y = norm64(x)
-    (F.hardswish(y) if hardswish else y).backward(grad)
+    {"": lambda y: y, "hardswish": F.hardswish, "silu": F.silu}[activation](y).backward(grad)
     rstd = ref.block_norm(x.detach(), 256, 1e-5)[1]
-    found = ref.block_norm_backward_ref(grad, y.detach(), rstd, 256, hardswish)
+    found = ref.block_norm_backward_ref(grad, y.detach(), rstd, 256, activation)
     torch.testing.assert_close(found, x.grad, rtol=1e-9, atol=1e-10)
 
 
@@ -64,7 +66,8 @@ def test_cast_transpose_brings_x_back(dtype: torch.dtype, magnitude: float) -> N
     assert torch.equal(qt.float(), q.float().t())
 
 
-def test_hardswish_fp8_stays_inside_e4m3() -> None:
+@pytest.mark.parametrize(("activation", "function"), [("hardswish", F.hardswish), ("silu", F.silu)])
+def test_activations_stay_inside_e4m3(activation: str, function: Any) -> None:
     y = torch.linspace(-16, 16, 1001)
-    q = ref.hardswish_fp8_ref(y, 16.0)
-    torch.testing.assert_close(q.float() / 16, F.hardswish(y), rtol=2.0**-4, atol=2.0**-13)
+    q = ref.activation_fp8_ref(y, activation)
+    torch.testing.assert_close(q.float() / 16, function(y), rtol=2.0**-4, atol=2.0**-13)

@@ -46,10 +46,10 @@ def graph(device: str = "cuda") -> torch.fx.GraphModule:
         w: Tensor, v: Tensor, grad: Tensor, y: Tensor, rstd: Tensor, q: Tensor, qw: Tensor, scale: Tensor
     ) -> tuple[Tensor, ...]:
         weights = loka.quantize_weights([w, v], E4M3, [True, False])
-        dx, amax, xt = loka.block_norm_backward_amax(grad, y, rstd, 256, True, True)
+        dx, amax, xt = loka.block_norm_backward_amax(grad, y, rstd, 256, "hardswish", True)
         rows = loka.quantize_fp8(grad, "rowwise", E4M3, True, False)
         state = loka.meeting_state(grad)
-        how = (state, 256, True, E4M3, False, True, True, True)
+        how = (state, 256, "silu", E4M3, False, True, True, True)
         below = loka.grad_input_fp8(q, qw.t(), scale, scale, y, rstd, *how)
         met = loka.block_norm_backward_fp8(grad, y, rstd, *how)
         product = loka.scaled_gemm(q, scale, qw, scale, "tensorwise", BF16)

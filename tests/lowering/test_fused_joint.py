@@ -55,11 +55,12 @@ def test_sorting_moves_only_what_must_move() -> None:
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == [add.name, mul.name, nodes[3].name]
 
 
-def backward_graph(with_activation: bool = True) -> torch.fx.GraphModule:
+def backward_graph(activation: str = "hardswish") -> torch.fx.GraphModule:
     """What AOTAutograd leaves of a layer's backward: grad -> HardSwish' -> BlockNorm' -> both FP8 layouts."""
+    through = {"": lambda g, y: g, "hardswish": aten.hardswish_backward, "silu": aten.silu_backward}[activation]
 
     def layer(grad: Tensor, y: Tensor, rstd: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        g = aten.hardswish_backward(grad, y) if with_activation else grad
+        g = through(grad, y)
         dx = loka.block_norm_backward(g, y, rstd, 256)
         q, scale = quantise(dx)
         again, scale2 = quantise(dx)
@@ -82,9 +83,9 @@ def _large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
-@pytest.mark.parametrize("with_activation", [True, False])
-def test_gradient_and_its_casts_become_one_operator(with_activation: bool) -> None:
-    gm, report = backward_graph(with_activation), Report()
+@pytest.mark.parametrize("activation", ["hardswish", "silu", ""])
+def test_gradient_and_its_casts_become_one_operator(activation: str) -> None:
+    gm, report = backward_graph(activation), Report()
     assert fuse_joint(gm.graph, report) == 2
     assert targets(gm) == Counter({
         "<built-in function getitem>": 7, "aten.t.default": 2, "aten._scaled_mm.default": 2,
@@ -92,25 +93,30 @@ def test_gradient_and_its_casts_become_one_operator(with_activation: bool) -> No
     })  # fmt: skip
     node = next(n for n in gm.graph.nodes if str(n.target) == "loka.block_norm_backward_fp8.default")
     # dx in bf16 has no reader left, and no transposed activation is asked for.
-    assert node.args[4:] == (256, with_activation, E4M3, False, True, True, False)
+    assert node.args[4:] == (256, activation, E4M3, False, True, True, False)
     assert node.meta["val"][0].shape == (0,)
     assert any("2 weights and inputs quantised together, 2 also transposed" in line for line in report.fusions)
     assert sum("FP8 gradient in both layouts in one kernel" in line for line in report.fusions) == 1
 
 
 @pytest.mark.usefixtures("_emit_on_cpu", "_large")
-@pytest.mark.parametrize("with_activation", [True, False])
-def test_a_large_gradient_and_its_casts_become_two_operators(with_activation: bool) -> None:
-    gm, report = backward_graph(with_activation), Report()
+@pytest.mark.parametrize("activation", ["hardswish", "silu", ""])
+def test_a_large_gradient_and_its_casts_become_two_operators(activation: str) -> None:
+    gm, report = backward_graph(activation), Report()
     assert fuse_joint(gm.graph, report) == 2
     found = targets(gm)
     assert found["loka.block_norm_backward_amax.default"] == 1
     assert found["loka.cast_transpose.default"] == 1  # both GEMMs read one cast
     assert found["loka.quantize_weights.default"] == 1
-    left = {"aten.hardswish_backward.default", "loka.block_norm_backward.default", "aten.amax.default"}
+    left = {
+        "aten.hardswish_backward.default",
+        "aten.silu_backward.default",
+        "loka.block_norm_backward.default",
+        "aten.amax.default",
+    }
     assert not left & set(found)
     node = next(n for n in gm.graph.nodes if str(n.target) == "loka.block_norm_backward_amax.default")
-    assert node.args[3:] == (256, with_activation, False)
+    assert node.args[3:] == (256, activation, False)
     cast = next(n for n in gm.graph.nodes if str(n.target) == "loka.cast_transpose.default")
     assert cast.args[2:] == (E4M3, True, True)
 
@@ -129,7 +135,7 @@ def test_a_gradient_that_others_read_is_written_in_its_own_dtype_too() -> None:
     assert node.args[7:] == (True, True, False, False)
     gm.recompile()
     grad, y, rstd = torch.randn(64, 512).bfloat16(), torch.randn(64, 512).bfloat16(), torch.rand(64, 2) + 0.5
-    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, False)
+    expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, "")
     assert relative(gm(grad, y, rstd, torch.randn(256, 512).bfloat16())[1] - 1, expected) < 0.01
 
 
@@ -168,15 +174,16 @@ def test_nothing_is_fused_on_the_cpu_or_without_an_fp8_reader() -> None:
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
-def test_rewritten_backward_is_no_less_accurate() -> None:
-    before, after = backward_graph(), backward_graph()
+@pytest.mark.parametrize("activation", ["hardswish", "silu"])
+def test_rewritten_backward_is_no_less_accurate(activation: str) -> None:
+    before, after = backward_graph(activation), backward_graph(activation)
     fuse_joint(after.graph, Report())
     after.recompile()
     torch.manual_seed(0)
     y, rstd = torch.randn(64, 512).bfloat16(), torch.rand(64, 2) + 0.5
     grad, w, x = torch.randn(64, 512).bfloat16(), torch.randn(512, 256).bfloat16(), torch.randn(64, 256).bfloat16()
-    g = aten.hardswish_backward(grad.double(), y.double())
-    dx = ref.block_norm_backward_ref(g, y.double(), rstd.double(), 256, False)
+    g = getattr(aten, f"{activation}_backward")(grad.double(), y.double())
+    dx = ref.block_norm_backward_ref(g, y.double(), rstd.double(), 256, "")
     exact = (dx @ w.double(), dx.t() @ x.double())
     args = (grad, y, rstd, w, x)
     for fused, unfused, expected in zip(after(*args), before(*args), exact, strict=True):
@@ -213,7 +220,7 @@ def test_a_grad_input_gemm_is_folded_into_the_gradient_below(read_elsewhere: boo
     rstd, w = torch.rand(4, 16, 2) + 0.5, torch.randn(256, 512).bfloat16()
     y = y.bfloat16()
     grad = aten.hardswish_backward(0.25 * a.double() @ b.double().t(), y.double().view(64, 512))
-    dx = ref.block_norm_backward_ref(grad, y.double().view(64, 512), rstd.double().view(64, 2), 256, False)
+    dx = ref.block_norm_backward_ref(grad, y.double().view(64, 512), rstd.double().view(64, 2), 256, "")
     assert relative(gm(a, b, s, y, rstd, w)[0], 0.5 * dx @ w.to(E4M3).double().t()) < 0.05
 
 

@@ -6,6 +6,7 @@ import copy
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,16 @@ def layers(width: int, count: int = 3) -> nn.Sequential:
     return nn.Sequential(*parts).bfloat16()
 
 
-def fp64_gradients(model: nn.Sequential, x: Tensor, grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def fp64_gradients(
+    model: nn.Sequential, x: Tensor, grad: Tensor, activation: Callable[[Tensor], Tensor] = F.hardswish
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The Mods model in fp64: no bias, BlockNorm, HardSwish."""
     model = copy.deepcopy(model).double()
     out = x.double()
     for index in range(0, len(model), 3):
         z = out @ model[index].weight.t()
         parts = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + 1e-5) for p in z.split(256, -1)]
-        out = F.hardswish(torch.cat(parts, -1))
+        out = activation(torch.cat(parts, -1))
     out.backward(grad.double())
     return out.detach(), {n: p.grad for n, p in model.named_parameters() if p.dim() == 2}
 
@@ -51,22 +54,27 @@ def plan_of(model: nn.Module, first: str, rest: str) -> Plan:
 
 
 FP8, HIGH = "torch:tensorwise", "high_precision:native"
+KEEPS_SILU = ("bias_removal", "block_norm")
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
 @pytest.mark.parametrize(
-    ("first", "batch", "width", "dynamic"),
-    [(FP8, (64,), 512, False), (HIGH, (16,), 384, False), (FP8, (4, 16), 512, False), (FP8, (4, 16), 256, True)],
-)
+    ("first", "batch", "width", "dynamic", "mods"),
+    [
+        (FP8, (64,), 512, False, "all"), (HIGH, (16,), 384, False, "all"), (FP8, (4, 16), 512, False, "all"),
+        (FP8, (4, 16), 256, True, "all"), (FP8, (64,), 512, False, KEEPS_SILU), (HIGH, (4, 16), 384, True, KEEPS_SILU),
+    ],
+)  # fmt: skip
 def test_training_through_the_backend_matches_fp64(
-    first: str, batch: tuple[int, ...], width: int, dynamic: bool
+    first: str, batch: tuple[int, ...], width: int, dynamic: bool, mods: str | tuple[str, ...]
 ) -> None:
     torch.manual_seed(0)
     model = layers(width)
     x, grad = torch.randn(*batch, width).bfloat16(), torch.randn(*batch, width).bfloat16() / 64
-    expected, gradients = fp64_gradients(model, x, grad)
-    compiled = torch.compile(model, backend="loka", options={"plan": plan_of(model, first, FP8)})
+    activation, name = (F.silu, "SiLU") if mods == KEEPS_SILU else (F.hardswish, "HardSwish")
+    expected, gradients = fp64_gradients(model, x, grad, activation)
+    compiled = torch.compile(model, backend="loka", options={"plan": plan_of(model, first, FP8), "mods": mods})
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
     out = compiled(x)
@@ -78,7 +86,7 @@ def test_training_through_the_backend_matches_fp64(
     # A first layer joins where a kernel of ours quantised its input, which must be a matrix for that.
     assert [line[0] for line in launches] == (["3"] if first == FP8 and len(batch) == 1 else ["2"])
     kinds = Counter(line.split(": ")[-1].split(" ")[0] for line in reports()[-1].fusions)
-    assert kinds["HardSwish'"] == 3
+    assert kinds[f"{name}'"] == 3
     assert sum("in one kernel" in line and "GEMM + BlockNorm" in line for line in reports()[-1].fusions) == 3
     # One e4m3 rounding is 2.6 % of a value on average; a forward of three layers has six in series, a gradient ten.
     assert relative(out, expected) < 0.026 * 6**0.5 * 1.5

@@ -23,13 +23,13 @@ GRADIENT = (torch.randn(19, 384).bfloat16(), torch.randn(19, 384).bfloat16(), to
 ONE = torch.tensor(0.5)
 CALLS = {
     "meeting_state": (loka.meeting_state.default, (ONE,)),
-    "everything": (loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, True, E4M3, *[True] * 4)),
+    "everything": (loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, "hardswish", E4M3, *[True] * 4)),
     "q alone": (
-        loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, False, E5M2, False, True, False, False)
+        loka.block_norm_backward_fp8.default, (*GRADIENT, state(), 256, "", E5M2, False, True, False, False)
     ),
     "grad_input": (
         loka.grad_input_fp8.default,
-        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, *GRADIENT[1:], state(), 256, True, E4M3, True, True, True, True),
+        (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, *GRADIENT[1:], state(), 256, "silu", E4M3, True, True, True, True),
     ),
     "grouped": (
         loka.grouped_scaled_mm.default,

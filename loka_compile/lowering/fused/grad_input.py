@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 LIBRARY.define(
     "grad_input_fp8(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor y, Tensor rstd, Tensor state, "
-    "int block, bool hardswish, ScalarType dtype, bool fast, bool with_q, bool with_qt, bool with_xt) "
+    "int block, str activation, ScalarType dtype, bool fast, bool with_q, bool with_qt, bool with_xt) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -71,12 +71,12 @@ def _product(node: Any) -> fx.Node | None:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
-    _, y, rstd, state, block, hardswish, dtype, _, with_q, with_qt, with_xt = node.args
+    _, y, rstd, state, block, activation, dtype, _, with_q, with_qt, with_xt = node.args
     fast = bool(product.args[7]) if len(product.args) > 7 else False
     with graph.inserting_before(node):
         outs = emit(
             graph, node, torch.ops.loka.grad_input_fp8.default,
-            (*product.args[:4], y, rstd, state, block, hardswish, dtype, fast, with_q, with_qt, with_xt),
+            (*product.args[:4], y, rstd, state, block, activation, dtype, fast, with_q, with_qt, with_xt),
         )  # fmt: skip
     for index, new in enumerate(outs, start=1):
         old = result(node, index)
@@ -87,7 +87,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
 # ---------------------------------------------------------------------------------------------- the operator
 def _fake(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int,
-    hardswish: bool, dtype: torch.dtype, fast: bool, with_q: bool, with_qt: bool, with_xt: bool,
+    activation: str, dtype: torch.dtype, fast: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """a [M, K], b [K, N] as for ``aten._scaled_mm``, y and rstd of the layer below -> q [M, N], qt [N, M], scale [] and
     xt [N, M], as ``block_norm_backward_fp8`` has them."""
@@ -100,34 +100,34 @@ def _fake(
 
 def _any(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int,
-    hardswish: bool, dtype: torch.dtype, fast: bool, with_q: bool, with_qt: bool, with_xt: bool,
+    activation: str, dtype: torch.dtype, fast: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grad = ref.scaled_product(a, b, scale_a, scale_b)
-    _, *found = ref.block_norm_backward_fp8_ref(grad, y, rstd, block, hardswish, dtype)
-    fake = _fake(a, b, scale_a, scale_b, y, rstd, state, block, hardswish, dtype, fast, with_q, with_qt, with_xt)
+    _, *found = ref.block_norm_backward_fp8_ref(grad, y, rstd, block, activation, dtype)
+    fake = _fake(a, b, scale_a, scale_b, y, rstd, state, block, activation, dtype, fast, with_q, with_qt, with_xt)
     q, qt, scale, xt = (t if w else e for t, e, w in zip(found, fake, (with_q, with_qt, True, with_xt), strict=True))
     return q, qt, scale, xt
 
 
 def _cuda(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int,
-    hardswish: bool, dtype: torch.dtype, fast: bool, with_q: bool, with_qt: bool, with_xt: bool,
+    activation: str, dtype: torch.dtype, fast: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 
     if a.numel() == 0:
-        return _any(a, b, scale_a, scale_b, y, rstd, state, block, hardswish, dtype, fast, with_q, with_qt, with_xt)
+        return _any(a, b, scale_a, scale_b, y, rstd, state, block, activation, dtype, fast, with_q, with_qt, with_xt)
     m, n, k = a.shape[0], b.shape[1], a.shape[1]
     config = configs.config_for("grad_input_fp8", m, n, k, 1).fitting(1, 1, shared_memory(a.device))
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
     if tiles > multiprocessors(a.device):  # a batch that grew since it was compiled
         grad = aten._scaled_mm(a, b, scale_a, scale_b, None, None, torch.bfloat16, fast)
         _, *found = torch.ops.loka.block_norm_backward_fp8(
-            grad, y, rstd, state, block, hardswish, dtype, False, with_q, with_qt, with_xt
+            grad, y, rstd, state, block, activation, dtype, False, with_q, with_qt, with_xt
         )  # fmt: skip
         return found[0], found[1], found[2], found[3]
     return grad_input_fp8(
-        a, b.t(), scale_a, scale_b, y.contiguous(), rstd.contiguous(), state, block=block, hardswish=hardswish,
+        a, b.t(), scale_a, scale_b, y.contiguous(), rstd.contiguous(), state, block=block, activation=activation,
         dtype=dtype, fast=fast, config=config, with_q=with_q, with_qt=with_qt, with_xt=with_xt,
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The gradient's way through HardSwish and BlockNorm, with the FP8 operands of both GEMMs that read it (joint graph).
+"""The gradient's way through HardSwish or SiLU and BlockNorm, with the FP8 operands of both GEMMs that read it (on the
+joint graph).
 
 Small tensors take one kernel, whose programs meet to find the scale; large ones two, since what the second one reads is
 no longer in the cache anyway. ``data/fused_h200.json`` says where the border is.
@@ -15,6 +16,9 @@ from torch import fx
 from loka_compile._compat.shapes import size_hint
 from loka_compile.lowering.fused import configs, ops, ops_meeting  # noqa: F401
 from loka_compile.lowering.fused.match import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATION_NAMES,
+    BOUNDED_ACTIVATIONS,
     CONVERT,
     Quantise,
     arg,
@@ -59,8 +63,9 @@ def _gradient(
     assert isinstance(block, int)
     value = norm.meta["val"]
     consumers = [q for q in found if rows(q.source) is norm and q.factor is None]
-    activation = _hardswish_backward(grad, y)
-    inputs = [q for q in found if _is_activation_of(q, y)] if activation is not None else []
+    activation = _activation_backward(grad, y)
+    act = ACTIVATION_GRADIENTS[activation.target] if activation is not None else ""
+    inputs = [q for q in found if act and _is_activation_of(q, y, act)]
     copies = [copy for q in inputs for copy in q.transposes() if copy.meta.get("partitioner_tag") == "is_backward"]
     reason = on_this_device(value) or block_refusal(value.shape[-1], block)
     if not reason and shape_to_view(value.shape) is None:
@@ -79,12 +84,12 @@ def _gradient(
         kept = _kept(graph, strip(y), save_fp8)
         operands = [_flat(graph, n) for n in (source, kept, rstd)]
         if meets:
-            args = [*operands, state_of(graph, norm, operands[2], states), block, activation is not None]
+            args = [*operands, state_of(graph, norm, operands[2], states), block, act]
             dx, xt = _in_one(graph, norm, args, consumers, bool(copies))
         else:
             dx, amax, xt = emit(
                 graph, norm, torch.ops.loka.block_norm_backward_amax.default,
-                (*operands, block, activation is not None, bool(copies)),
+                (*operands, block, act, bool(copies)),
             )  # fmt: skip
             for dtype in dict.fromkeys(q.dtype for q in consumers):
                 _cast(graph, norm, dx, amax, dtype, [q for q in consumers if q.dtype == dtype])
@@ -102,7 +107,7 @@ def _gradient(
         elements = size_hint(value.numel())
         amount = "" if elements is None else f", {elements * less / 2**20:.1f} MiB less"
         report.fusions.append(f"{name}: BlockNorm's output is kept for the backward in FP8{amount}")
-    words = "HardSwish' + BlockNorm'" if activation is not None else "BlockNorm'"
+    words = f"{ACTIVATION_NAMES[act]}' + BlockNorm'" if act else "BlockNorm'"
     extra = " + FP8 transpose of the layer's output" if copies else ""
     if meets:
         report.fusions.append(f"{name}: {words} + FP8 gradient in both layouts{extra} in one kernel")
@@ -229,11 +234,11 @@ def _replace(consumers: list[Quantise], q: fx.Node, qt: fx.Node, scale: fx.Node)
             consumer.scale.replace_all_uses_with(scale)
 
 
-def _hardswish_backward(grad: fx.Node, y: fx.Node) -> fx.Node | None:
-    """The HardSwish' in front, if it is that of this very y and nothing else reads its result."""
+def _activation_backward(grad: fx.Node, y: fx.Node) -> fx.Node | None:
+    """The HardSwish' or SiLU' in front, if it is that of this very y and nothing else reads its result."""
     node = grad
     while node is strip(node) or len(node.users) == 1:
-        if is_call(node, aten.hardswish_backward.default):
+        if is_call(node, *ACTIVATION_GRADIENTS):
             same = rows(arg(node, 1)) is rows(y)
             return node if same and len(node.users) == 1 else None
         if node is strip(node):
@@ -242,11 +247,11 @@ def _hardswish_backward(grad: fx.Node, y: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_activation_of(q: Quantise, y: fx.Node) -> bool:
-    """Whether ``q`` is ``fp8(hardswish(y) * 16)``, which the backward kernel can write from the y that it reads."""
+def _is_activation_of(q: Quantise, y: fx.Node, act: str) -> bool:
+    """Whether ``q`` is ``fp8(act(y) * 16)``, which the backward kernel can write from the y that it reads."""
     return (
         q.factor == 16.0
         and q.dtype == ops.FP8
-        and is_call(rows(q.source), aten.hardswish.default)
+        and BOUNDED_ACTIVATIONS.get(rows(q.source).target) == act
         and rows(arg(rows(q.source), 0)) is rows(y)
     )

@@ -1,4 +1,4 @@
-"""Fusion on the joint graph, before it is cut into forward and backward: the gradient's way through HardSwish and
+"""Fusion on the joint graph, before it is cut into forward and backward: the gradient's way through an activation and
 BlockNorm with the FP8 operands of both GEMMs that read it, and the quantisation of all weights together.
 
 On the joint graph because what is saved for the backward is decided after it: with these operators in place the
@@ -22,6 +22,7 @@ from loka_compile.lowering.fused.gradients import drop_unread, gradients
 from loka_compile.lowering.fused.grouped import group_grad_weights
 from loka_compile.lowering.fused.match import (
     ALIAS,
+    BOUNDED_ACTIVATIONS,
     CONVERT,
     VIEWS,
     Quantise,
@@ -148,7 +149,7 @@ def norm_by_fusion(matmul: MatMul) -> str:
 
 
 def _bounded_activation(node: fx.Node) -> bool:
-    if not is_call(node, aten.hardswish.default):
+    if not is_call(node, *BOUNDED_ACTIVATIONS):
         return False
     norm = rows(arg(node, 0))
     return norm.target is operator.getitem and is_call(arg(norm, 0), torch.ops.loka.block_norm.default)

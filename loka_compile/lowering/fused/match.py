@@ -18,6 +18,17 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
+#: What may stand behind a BlockNorm and stays within its bound, as the kernels call it (kernels.reference.ACTIVATIONS).
+BOUNDED_ACTIVATIONS: dict[Any, str] = {aten.hardswish.default: "hardswish", aten.silu.default: "silu"}
+#: The gradient through it: (gradient, input).
+ACTIVATION_GRADIENTS: dict[Any, str] = {
+    aten.hardswish_backward.default: "hardswish",
+    aten.silu_backward.default: "silu",
+}
+#: As reports write them.
+ACTIVATION_NAMES = {"hardswish": "HardSwish", "silu": "SiLU"}
+
+
 def dtype_of(node: fx.Node) -> torch.dtype:
     """Dtype of the tensor that a node makes."""
     dtype: torch.dtype = node.meta["val"].dtype
@@ -79,7 +90,7 @@ def is_rounded_later(node: fx.Node) -> bool:
                 continue
             elementwise = isinstance(user.target, torch._ops.OpOverload) and torch.Tag.pointwise in user.target.tags
             # torch 2.11 to 2.13 do not tag hardswish.
-            if not (elementwise or is_call(user, aten.hardswish.default, *CONVERT, *VIEWS, *ALIAS)):
+            if not (elementwise or is_call(user, *BOUNDED_ACTIVATIONS, *CONVERT, *VIEWS, *ALIAS)):
                 return False
             seen.add(user)
             waiting.append(user)

@@ -30,7 +30,7 @@ LIBRARY.define(
     tags=_TAGS,
 )
 LIBRARY.define(
-    "block_norm_backward_amax(Tensor grad, Tensor y, Tensor rstd, int block, bool hardswish, bool with_xt) "
+    "block_norm_backward_amax(Tensor grad, Tensor y, Tensor rstd, int block, str activation, bool with_xt) "
     "-> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
@@ -93,7 +93,7 @@ def _gemm_block_norm_cuda(
 
 # ---------------------------------------------------------------------------------------------- backward
 def _backward_fake(
-    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, with_xt: bool
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, activation: str, with_xt: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad, y [M, N], rstd [M, blocks] -> dx [M, N] in grad's dtype, fp32 maxima of |dx| [tiles], and
     ``fp8(HardSwish(y) * 16)`` transposed [N, M] (empty unless with_xt)."""
@@ -107,24 +107,24 @@ def _backward_fake(
 
 
 def _backward_any(
-    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, with_xt: bool
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, activation: str, with_xt: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = ref.block_norm_backward_ref(grad, y, rstd, block, hardswish).to(grad.dtype)
-    _, amax, xt = _backward_fake(grad, y, rstd, block, hardswish, with_xt)
+    dx = ref.block_norm_backward_ref(grad, y, rstd, block, activation).to(grad.dtype)
+    _, amax, xt = _backward_fake(grad, y, rstd, block, activation, with_xt)
     amax = amax.fill_(dx.abs().max().float()) if dx.numel() else amax.zero_()
-    return dx, amax, ref.hardswish_fp8_ref(y, 16.0).t().contiguous() if with_xt else xt
+    return dx, amax, ref.activation_fp8_ref(y, activation).t().contiguous() if with_xt else xt
 
 
 def _backward_cuda(
-    grad: Tensor, y: Tensor, rstd: Tensor, block: int, hardswish: bool, with_xt: bool
+    grad: Tensor, y: Tensor, rstd: Tensor, block: int, activation: str, with_xt: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     from loka_compile.kernels.block_norm_backward import block_norm_backward
 
     if grad.numel() == 0:
-        dx, amax, xt = _backward_fake(grad, y, rstd, block, hardswish, with_xt)
+        dx, amax, xt = _backward_fake(grad, y, rstd, block, activation, with_xt)
         return dx, amax.zero_(), xt
     return block_norm_backward(
-        grad.contiguous(), y.contiguous(), rstd.contiguous(), block=block, hardswish=hardswish, with_xt=with_xt
+        grad.contiguous(), y.contiguous(), rstd.contiguous(), block=block, activation=activation, with_xt=with_xt
     )
 
 

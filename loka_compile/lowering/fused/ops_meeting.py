@@ -23,7 +23,7 @@ STATE = 3
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 LIBRARY.define("meeting_state(Tensor like) -> Tensor", tags=_TAGS)
 LIBRARY.define(
-    "block_norm_backward_fp8(Tensor grad, Tensor y, Tensor rstd, Tensor state, int block, bool hardswish, "
+    "block_norm_backward_fp8(Tensor grad, Tensor y, Tensor rstd, Tensor state, int block, str activation, "
     "ScalarType dtype, bool with_dx, bool with_q, bool with_qt, bool with_xt) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
@@ -39,7 +39,7 @@ def _state(like: Tensor) -> Tensor:
 
 
 def _fake(
-    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int, hardswish: bool, dtype: torch.dtype,
+    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int, activation: str, dtype: torch.dtype,
     with_dx: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """grad, y [M, N], rstd [M, blocks] -> dx [M, N] in grad's dtype, q [M, N] and qt [N, M] in FP8, their scale [], and
@@ -55,26 +55,26 @@ def _fake(
 
 
 def _any(
-    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int, hardswish: bool, dtype: torch.dtype,
+    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int, activation: str, dtype: torch.dtype,
     with_dx: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    found = ref.block_norm_backward_fp8_ref(grad, y, rstd, block, hardswish, dtype)
-    fake = _fake(grad, y, rstd, state, block, hardswish, dtype, with_dx, with_q, with_qt, with_xt)
+    found = ref.block_norm_backward_fp8_ref(grad, y, rstd, block, activation, dtype)
+    fake = _fake(grad, y, rstd, state, block, activation, dtype, with_dx, with_q, with_qt, with_xt)
     wanted = (with_dx, with_q, with_qt, True, with_xt)
     dx, q, qt, scale, xt = (a if w else e for a, e, w in zip(found, fake, wanted, strict=True))
     return dx, q, qt, scale, xt
 
 
 def _cuda(
-    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int, hardswish: bool, dtype: torch.dtype,
+    grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, block: int, activation: str, dtype: torch.dtype,
     with_dx: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 
     if grad.numel() == 0:
-        return _any(grad, y, rstd, state, block, hardswish, dtype, with_dx, with_q, with_qt, with_xt)
+        return _any(grad, y, rstd, state, block, activation, dtype, with_dx, with_q, with_qt, with_xt)
     return block_norm_backward_fp8(
-        grad.contiguous(), y.contiguous(), rstd.contiguous(), state, block=block, hardswish=hardswish, dtype=dtype,
+        grad.contiguous(), y.contiguous(), rstd.contiguous(), state, block=block, activation=activation, dtype=dtype,
         with_dx=with_dx, with_q=with_q, with_qt=with_qt, with_xt=with_xt,
         config=meeting_config("block_norm_backward_fp8", *grad.shape),
     )  # fmt: skip
