@@ -99,10 +99,10 @@ def test_a_training_step_compiles_no_kernel_of_ours_itself(tmp_path: Path) -> No
     assert not set(trained["begun"]) & set(trained["compiled"])
 
 
-def test_on_a_cpu_and_without_workers_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_and_without_workers_nothing_is_begun() -> None:
     assert ahead.build(graph("cpu").graph) == 0
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
-    assert kernel_cache.submit(kernel_cache.Launch("m", "k", "{}", ("cuda", 90, 32), ""), 0) is None
+    with torch._inductor.config.patch(compile_threads=1):
+        assert kernel_cache.submit(kernel_cache.Launch("m", "k", "{}", ("cuda", 90, 32), ""), 0) is None
 
 
 def test_launches_that_cannot_be_described_are_left_to_themselves(
