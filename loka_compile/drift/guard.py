@@ -29,7 +29,6 @@ from loka_compile.plan import Plan
 from loka_compile.probe import taps as tapping
 from loka_compile.probe.intake import world_size
 from loka_compile.probe.live import LiveRows, Rows, live_error
-from loka_compile.probe.probe import unwrapped
 from loka_compile.probe.worker import Budget, Streams, Worker
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Guard:
                 raise ProbeError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         if budget is not None and not 0 < budget < 1:
             raise ProbeError(f"budget is {budget!r}; it must be None or between 0 and 1")
-        self.root = unwrapped(model)
+        self.root = tapping.unwrapped(model)
         self.every, self.patience, self.max_recompiles = every, patience, max_recompiles
         #: Steps so far, looks that saw a layer, and how often sites were put back.
         self.steps = self.looks = self.recompiles = 0

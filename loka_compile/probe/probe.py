@@ -91,7 +91,7 @@ class Probe:
         _check("precision", precision, precision in ("fp32", "fp64"), "'fp32' or 'fp64'")
         _check("momentum", momentum, 0 < momentum < 1, "between 0 and 1")
         _check("taps", taps, taps in ("switched", "always"), "'switched' or 'always'")
-        self.root = unwrapped(model)
+        self.root = tapping.unwrapped(model)
         self.every, self.save_every = every, save_every
         self.dir = None if dir is None else Path(dir)
         dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -384,17 +384,6 @@ class Probe:
         self._intake.worker.submit(
             lambda: writer.submit(Snapshot.take(stats, step, self.options, rank(), world_size()))
         )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module within torch.compile's and DistributedDataParallel's."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _check(name: str, value: object, legal: bool, text: str) -> None:

@@ -323,3 +323,14 @@ def is_probe_output(node: fx.Node) -> bool:
         torch.ops.loka_probe.output.default,
         torch.ops.loka_probe.output,
     )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module within torch.compile's and DistributedDataParallel's."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
