@@ -8,6 +8,7 @@ one of them is missing a kernel is built at its first launch, as it would be wit
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from unittest import mock
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+logger = logging.getLogger(__name__)
 #: What Triton and Inductor read of the environment: it decides where a kernel is kept and under which key.
 _PREFIXES = ("TRITON_", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -112,7 +114,7 @@ def _build_launcher(built: Any) -> None:
 
         CudaLauncher(built.src, built.metadata)
     except Exception:  # no CUDA driver's library here, or a Triton that launches in another way: the launch does it
-        pass
+        logger.debug("the code that launches %s was not built", built.metadata.name, exc_info=True)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
-"""Gradient through HardSwish and BlockNorm in one pass that also prepares what the next GEMMs read.
+"""Gradient through an activation and BlockNorm in one pass that also prepares what the next GEMMs read.
 
 For the gradient ``d`` [M, N] of a layer's output and what the forward kept (y [M, N], rstd [M, blocks])::
 
-    g  = d * HardSwish'(y)
+    g  = d * act'(y)          (HardSwish, SiLU or none)
     dx = rstd * (g - y * mean_block(g * y))
 
 Written in the same pass: the largest |dx| of every tile, so that the FP8 cast (:mod:`loka_compile.kernels.cast`) needs
-no pass to find its scale, and, where asked, ``fp8(HardSwish(y) * 16)`` transposed, which the grad_weight GEMM of the
+no pass to find its scale, and, where asked, ``fp8(act(y) * 16)`` transposed, which the grad_weight GEMM of the
 layer above wants with the batch contiguous.
 """
 
@@ -54,7 +54,7 @@ def block_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dx, amax, xt)`` for contiguous grad and y [M, N] and rstd fp32 [M, ceil(N/block)]; block at most 256.
 
-    y in e4m3 stands for y / 16.
+    y in e4m3 stands for y / 16. activation: one of kernels.reference.ACTIVATIONS, or "" for none.
 
     dx [M, N] in grad's dtype; amax fp32 [tiles]; xt e4m3 [N, M] (empty unless with_xt).
     """

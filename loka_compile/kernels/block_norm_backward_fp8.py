@@ -1,4 +1,4 @@
-"""Gradient through HardSwish and BlockNorm and its FP8 cast in both layouts, in one kernel.
+"""Gradient through an activation and BlockNorm and its FP8 cast in both layouts, in one kernel.
 
 What :mod:`loka_compile.kernels.block_norm_backward` and :func:`loka_compile.kernels.cast.cast_transpose` do in two: the
 programs find the largest |dx| of the whole tensor, meet, and cast. The scale is tensorwise, so the GEMMs behind it stay
@@ -131,11 +131,11 @@ def block_norm_backward_fp8(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dx, q, qt, scale, xt)`` for contiguous grad and y [M, N] (not empty), rstd fp32 [M, ceil(N/block)].
 
-    y in e4m3 stands for y / 16.
+    y in e4m3 stands for y / 16. activation: one of kernels.reference.ACTIVATIONS, or "" for none.
 
     state: int32 [grid_barrier.STATE], all zero, and zero again afterwards. dx [M, N] in grad's dtype; q [M, N] and qt
     [N, M] in FP8 ``dtype`` with ``scale`` (fp32, shape []) that multiplies them back; xt e4m3 [N, M],
-    ``fp8(HardSwish(y) * 16)`` transposed. What is not asked for is empty. block at most 256.
+    ``fp8(act(y) * 16)`` transposed. What is not asked for is empty. block at most 256.
     """
     (m, n), device = grad.shape, grad.device
     norm = norm_tile(n, block)

@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: tile order, the GEMM's main loop, BlockNorm, HardSwish, FP8 casts."""
+"""Device functions that several kernels share: tile order, the GEMM's main loop, BlockNorm, activations, FP8 casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's grad_input GEMM with the gradient of the layer below in its epilogue: HardSwish', BlockNorm' and the FP8
+"""A layer's grad_input GEMM with the gradient of the layer below in its epilogue: act', BlockNorm' and the FP8
 cast in both layouts, in one kernel.
 
 The gradient never leaves the registers: every program has one tile, finds its largest value, meets the others

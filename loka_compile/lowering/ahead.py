@@ -1,10 +1,9 @@
 """Has the kernels behind our operators built while Inductor still makes the others.
 
 Inductor compiles what it generates side by side, in worker processes. A kernel behind an operator would be compiled at
-its first launch, one after another, in the first training step: four of the seven seconds that a chain's first step
-took longer than plain Inductor's. So the operators of a graph are run on fake tensors as soon as it is lowered, their
-launches are noted instead of performed, and the same workers build them. No threads: Python 3.11's parser, which Triton
-reads a kernel's source with, fails in them.
+its first launch, one after another, in the first training step. So the operators of a graph are run on fake tensors as
+soon as it is lowered, their launches are noted instead of performed, and the same workers build them. No threads:
+Python 3.11's parser, which Triton reads a kernel's source with, fails in them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operators that the fusion passes emit. On CUDA they run this package's kernels; elsewhere the plain-torch twins.
 
     gemm_block_norm           y, rstd = BlockNorm(a @ b * scales + residual)
-    block_norm_backward_amax  gradient through HardSwish and BlockNorm, its tile maxima, the FP8 transpose of the input
+    block_norm_backward_amax  gradient through activation and BlockNorm, its tile maxima, the FP8 transpose of the input
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
     quantize_weights          every weight of a model in FP8, in both orientations
     turn_fp8                  the transpose of an FP8 tensor
@@ -96,7 +96,7 @@ def _backward_fake(
     grad: Tensor, y: Tensor, rstd: Tensor, block: int, activation: str, with_xt: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad, y [M, N], rstd [M, blocks] -> dx [M, N] in grad's dtype, fp32 maxima of |dx| [tiles], and
-    ``fp8(HardSwish(y) * 16)`` transposed [N, M] (empty unless with_xt)."""
+    ``fp8(act(y) * 16)`` transposed [N, M] (empty unless with_xt). activation: "hardswish", "silu" or ""."""
     m, n = grad.shape
     xt_shape = (n, m) if with_xt else (0,)
     return (

@@ -1,7 +1,7 @@
 """Operators whose kernel's programs meet (:mod:`loka_compile.kernels.grid_barrier`); elsewhere their plain-torch twins.
 
     meeting_state            the zeros that the kernels of a graph meet with, one after another
-    block_norm_backward_fp8  gradient through HardSwish and BlockNorm in FP8, both layouts, with the activation's
+    block_norm_backward_fp8  gradient through activation and BlockNorm in FP8, both layouts, with the activation's
                              transpose
 
 Functional to whoever looks: the state is zero before and after.
@@ -43,7 +43,7 @@ def _fake(
     with_dx: bool, with_q: bool, with_qt: bool, with_xt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """grad, y [M, N], rstd [M, blocks] -> dx [M, N] in grad's dtype, q [M, N] and qt [N, M] in FP8, their scale [], and
-    ``fp8(HardSwish(y) * 16)`` transposed [N, M]; empty what is not asked for."""
+    ``fp8(act(y) * 16)`` transposed [N, M]; empty what is not asked for. activation: "hardswish", "silu" or ""."""
     m, n = grad.shape
     return (
         grad.new_empty((m, n) if with_dx else (0,)),
