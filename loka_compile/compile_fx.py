@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from loka_compile._compat import cpp_loop_split
+from loka_compile._compat import cpp_loop_split, read_back
 from loka_compile.frozen import FrozenWeights, is_weight
 from loka_compile.lowering.decomposition_table import decompositions
 from loka_compile.lowering.hooks import Lowering, config_patches
@@ -36,6 +36,7 @@ def compile_rewritten(
         plain: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=dict(patches) or None)  # type: ignore[assignment]
         return plain
     cpp_loop_split.install()
+    read_back.install()
     merged = {**patches, **config_patches(lowering, patches)}
     compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
         gm, example_inputs, config_patches=merged, decompositions=_Decompositions(decompositions())

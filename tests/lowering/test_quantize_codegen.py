@@ -10,6 +10,7 @@ from torch._inductor.graph import GraphLowering
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from loka_compile._compat import read_back
 from loka_compile.gemm import Scaling
 from loka_compile.lowering.quantize import quantize
 
@@ -38,6 +39,17 @@ class PretendedDriver:
 @pytest.fixture
 def kernels(monkeypatch):
     """A function that compiles and returns the names of the generated kernels, one per launch site."""
+    generate = generator(monkeypatch)
+    return lambda fn, *args: re.findall(r"def (triton_\w+)\(", generate(fn, *args))
+
+
+@pytest.fixture
+def code_of(monkeypatch):
+    """A function that compiles and returns the generated code."""
+    return generator(monkeypatch)
+
+
+def generator(monkeypatch):
     codes = []
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(codes.append))
     monkeypatch.setattr(driver, "_active", PretendedDriver())
@@ -49,7 +61,7 @@ def kernels(monkeypatch):
         with config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1), suppress(Exception):
             torch.compile(fn, fullgraph=True)(*args)
         (code,) = codes
-        return re.findall(r"def (triton_\w+)\(", code)
+        return code
 
     return generate
 
@@ -75,3 +87,21 @@ def test_both_orientations_share_the_amax(kernels):
         both = kernels(lambda x, s=scaling: (*quantize(x, s), *quantize(x, s, transpose=True)), x)
         amax = [[name for name in names if re.search(r"(red|per)_fused", name)] for names in (one, both)]
         assert len(amax[0]) == len(amax[1])
+
+
+def test_a_kernel_waits_before_it_reads_what_it_wrote(code_of):
+    """Else a thread reads what another has not written yet: wrong gradients, another way in each run."""
+
+    def centred(x, w):
+        z = x * w
+        z = z / z.abs().amax(1, keepdim=True)
+        return z, z - z.mean(1, keepdim=True)
+
+    read_back.install()
+    with config.patch({"triton.persistent_reductions": False}):
+        lines = [line.strip() for line in code_of(centred, torch.randn(64, 8192), torch.randn(8192)).splitlines()]
+    reads = [i for i, line in enumerate(lines) if re.search(r"tl\.load\((in_)?out_ptr", line)]
+    assert reads, "nothing is read back, so nothing is tested"
+    for i in reads:
+        behind = [line for line in lines[:i] if not re.search(r"= tl\.load\(", line)]
+        assert behind[-1] == "tl.debug_barrier()", lines[i - 3 : i + 1]
