@@ -68,7 +68,6 @@ def compile_graph(
 def _compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: LokaConfig, patches: Mapping[str, Any], report: Report
 ) -> Compiled:
-    from loka_compile.auto import PlanAfterSampling
     from loka_compile.compile_fx import compile_rewritten
 
     report.parameters = [weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)]
@@ -93,6 +92,8 @@ def _compile_graph(
         )
     lowering = Lowering(config, report, planning.plan, emulate=planning.emulate, salt=_salt(passes))
     if planning.sample:
+        from loka_compile.auto import PlanAfterSampling  # not for every compile: it brings the whole probe
+
         return PlanAfterSampling(gm, example_inputs, planning, lowering, patches)
     if planning.plan is None and not has_loka_ops(gm) and not config.inspect:
         # Nothing of ours is in the graph: this is Inductor, with Inductor's own cache entries.
