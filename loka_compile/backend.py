@@ -15,6 +15,7 @@ from loka_compile._compat.versions import check_torch
 from loka_compile.config import LokaConfig
 from loka_compile.errors import ConfigError
 from loka_compile.gemm import Role
+from loka_compile.lowering import warm
 from loka_compile.lowering.hooks import Lowering
 from loka_compile.mods_warning import warn_about_mods
 from loka_compile.passes.manager import check_outputs, output_values, run_passes
@@ -68,7 +69,8 @@ def compile_graph(
 def _compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: LokaConfig, patches: Mapping[str, Any], report: Report
 ) -> Compiled:
-    from loka_compile.auto import PlanAfterSampling
+    device = device_of(example_inputs)
+    warm.warm_workers(device)  # first: what is done until they are needed is gained
     from loka_compile.compile_fx import compile_rewritten
 
     report.parameters = [weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)]
@@ -77,7 +79,7 @@ def _compile_graph(
     if run_passes(gm, passes, config, report):
         check_outputs(gm, expected, passes)
     warn_about_mods(report)
-    planning = resolve(gm, config, device_of(example_inputs), _roles(gm))
+    planning = resolve(gm, config, device, _roles(gm))
     report.plan, report.table = planning.plan, planning.table
     if planning.note:
         report.notes.append(planning.note)
@@ -93,6 +95,8 @@ def _compile_graph(
         )
     lowering = Lowering(config, report, planning.plan, emulate=planning.emulate, salt=_salt(passes))
     if planning.sample:
+        from loka_compile.auto import PlanAfterSampling  # not for every compile: it brings the whole probe
+
         return PlanAfterSampling(gm, example_inputs, planning, lowering, patches)
     if planning.plan is None and not has_loka_ops(gm) and not config.inspect:
         # Nothing of ours is in the graph: this is Inductor, with Inductor's own cache entries.

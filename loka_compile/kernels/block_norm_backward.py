@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
-from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.gradient_tile import gradients
 from loka_compile.kernels.running import run_kernel
 
@@ -59,7 +58,7 @@ def block_norm_backward(
     dx [M, N] in grad's dtype; amax fp32 [tiles]; xt e4m3 [N, M] (empty unless with_xt).
     """
     m, n = grad.shape
-    norm = norm_tile(n, block)
+    norm = dev.norm_tile(n, block)
     block_n = max(norm, min(256, triton.next_power_of_2(n)))
     grid = (triton.cdiv(m, BLOCK_M), triton.cdiv(n, block_n))
     dx = torch.empty_like(grad)

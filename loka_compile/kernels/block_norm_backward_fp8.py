@@ -18,7 +18,6 @@ from loka_compile.kernels import gradient_tile as tiles_of
 from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import turned
 from loka_compile.kernels.config import MeetingConfig
-from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 from loka_compile.kernels.running import run_kernel
 
@@ -138,7 +137,7 @@ def block_norm_backward_fp8(
     ``fp8(act(y) * 16)`` transposed. What is not asked for is empty. block at most 256.
     """
     (m, n), device = grad.shape, grad.device
-    norm = norm_tile(n, block)
+    norm = dev.norm_tile(n, block)
     block_n = max(norm, min(256, triton.next_power_of_2(n)))
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
     room = config.resident * torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,6 +21,11 @@ def ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def norm_tile(n: int, block: int) -> int:
+    """Columns that one reduction of the kernels covers: the block, or the whole row (rounded up) when N is narrower."""
+    return min(block, triton.next_power_of_2(n))
+
+
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Wait for the kernel in front, and let the next one begin once all programs of this one run."""

@@ -154,11 +154,6 @@ def _split_kernel(
             )  # fmt: skip
 
 
-def norm_tile(n: int, block: int) -> int:
-    """Columns that one reduction of the kernels covers: the block, or the whole row (rounded up) when N is narrower."""
-    return min(block, triton.next_power_of_2(n))
-
-
 def launch(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, y: Tensor | None, rstd: Tensor | None,
     q: Tensor | None, *, block: int, eps: float, fast: bool, config: GemmConfig, q_scale: float = 16.0,
@@ -178,7 +173,7 @@ def launch(
     launch of as many tiles and parts, to use it once more.
     """
     (m, k), n = a.shape, b.shape[0]
-    norm = norm_tile(n, block)
+    norm = dev.norm_tile(n, block)
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
     scaling = scaling_of(scale_a, scale_b, m, n)
     plain = not scaling.in_blocks and not activation and kept is None and q_scales is None

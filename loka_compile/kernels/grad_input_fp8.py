@@ -18,7 +18,6 @@ from loka_compile.kernels import device as dev
 from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import turned
 from loka_compile.kernels.config import GemmConfig
-from loka_compile.kernels.gemm_block_norm import norm_tile
 from loka_compile.kernels.gradient_tile import store_activation, through
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 from loka_compile.kernels.running import run_kernel
@@ -86,7 +85,7 @@ def grad_input_fp8(
     the layer below, contiguous. The tiles of ``config`` must not be more than the device's multiprocessors.
     """
     (m, k), n, device = a.shape, b.shape[0], a.device
-    norm = norm_tile(n, block)
+    norm = dev.norm_tile(n, block)
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(n)))
     q = torch.empty((m, n) if with_q else (0,), dtype=dtype, device=device)
     qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=device)

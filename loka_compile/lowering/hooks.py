@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -33,6 +34,8 @@ from loka_compile.lowering.zero_gradients import share_zero_gradients
 from loka_compile.plan import Plan
 from loka_compile.report import Report
 
+#: Files of the package that decide what is compiled.
+_DIGESTED = (".py", ".json", ".csv", ".jinja")
 _LIBRARIES = ("triton", "torchao", "mslk-cuda", "fbgemm-gpu-genai", "sgl-deep-gemm")
 
 
@@ -193,12 +196,18 @@ def _keep(report: Report, name: str, graph: fx.Graph) -> None:
 @functools.cache
 def source_digest() -> str:
     """Digest of this package's source and shipped data: a changed package never reuses compiled code."""
-    root = Path(__file__).parents[1]
+    return _digest(Path(__file__).parents[1])
+
+
+def _digest(root: Path) -> str:
+    # Every process pays for this before it can find anything in a cache; pathlib would take twice as long.
+    base = os.path.join(root, "")
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(base) for name in names]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".json", ".csv", ".jinja"):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
+    for file in sorted(file for file in files if file.endswith(_DIGESTED)):
+        digest.update(file.removeprefix(base).replace(os.sep, "/").encode())
+        with open(file, "rb", buffering=0) as content:
+            digest.update(content.read())
     return digest.hexdigest()
 
 

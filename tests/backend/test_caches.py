@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,26 +219,36 @@ def test_versions_of_the_libraries_are_in_it(monkeypatch):
     assert "triton" in hooks._versions()
 
 
-def test_source_digest_covers_every_file(tmp_path, monkeypatch):
+def test_source_digest_covers_every_file(tmp_path):
     """A changed line anywhere in the package, or in its shipped data, is another digest."""
-    from pathlib import Path
-
     package = Path(loka_compile.__file__).parent
-    files = [p for p in package.rglob("*") if p.suffix in (".py", ".csv", ".json", ".jinja")]
-    assert {"quantize.py", "h200.csv", "joint.py"} <= {p.name for p in files}
+    copy = tmp_path / "copy"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     hooks.source_digest.cache_clear()
     before = hooks.source_digest()
-    read = Path.read_bytes
+    assert hooks._digest(copy) == before, "of its content, wherever it stands"
+    (copy / "lowering" / "new.jinja").write_text("")
+    assert hooks._digest(copy) != before
+    (copy / "lowering" / "new.jinja").unlink()
+    for name in ("kernels/quantize.py", "data/h200.csv", "data/fused_h200.json", "lowering/joint.py"):
+        was = (copy / name).read_bytes()
+        (copy / name).write_bytes(was + b"#")
+        assert hooks._digest(copy) != before, name
+        (copy / name).write_bytes(was)
+    (copy / "gemm.py").rename(copy / "mmeg.py")
+    assert hooks._digest(copy) != before
+    (copy / "mmeg.py").rename(copy / "gemm.py")
+    assert hooks._digest(copy) == before
 
-    def changed(self):
-        return read(self) + (b"#" if self.name == "quantize.py" else b"")
 
-    monkeypatch.setattr(Path, "read_bytes", changed)
-    hooks.source_digest.cache_clear()
-    assert hooks.source_digest() != before
-    monkeypatch.undo()
-    hooks.source_digest.cache_clear()
-    assert hooks.source_digest() == before
+def test_source_digest_knows_nothing_of_what_python_writes_beside_it(tmp_path):
+    """Else a first import would be the end of every cache entry."""
+    (tmp_path / "a.py").write_text("a = 1")
+    before = hooks._digest(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"compiled")
+    (tmp_path / "notes.txt").write_text("")
+    assert hooks._digest(tmp_path) == before
 
 
 def test_a_users_inductor_pass_without_an_identity_bypasses_the_cache(compile_cache):
