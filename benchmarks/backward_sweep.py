@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from _timing import copies_past_l2, measure  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
-from loka_compile.kernels.config import GemmConfig, MeetingConfig  # noqa: E402
+from loka_compile.kernels.config import GemmConfig, BackwardConfig  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
 GRADIENTS = ((4096, 512), (4096, 1024), (4096, 2048), (4096, 4096), (1024, 2048), (16384, 1024))
@@ -59,14 +59,14 @@ def gradients(m: int, n: int) -> Arms:
         dx, amax, xt = block_norm_backward(g, y, rstd, block=256, activation="hardswish", with_xt=True)
         return cast_transpose(dx, amax, E4M3), xt
 
-    def one(g: torch.Tensor, y: torch.Tensor, config: MeetingConfig) -> object:
+    def one(g: torch.Tensor, y: torch.Tensor, config: BackwardConfig) -> object:
         return block_norm_backward_fp8(
             g, y, rstd, state, block=256, activation="hardswish", dtype=E4M3, with_xt=True, config=config
         )  # fmt: skip
 
     arms: Arms = {"two kernels": [lambda g=g, y=y: two(g, y) for g, y in pairs]}
     for values in MEETING:
-        config = MeetingConfig(*values)
+        config = BackwardConfig(*values)
         arms[str(values)] = [lambda g=g, y=y, c=config: one(g, y, c) for g, y in pairs]
     return arms
 

@@ -18,56 +18,61 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels.config import BackwardConfig
 from loka_compile.kernels.gradient_tile import gradients
 from loka_compile.kernels.running import run_kernel
 
-#: Rows per tile, and warps: best of those tried on an H200 (benchmarks/fused_sweep.py).
-BLOCK_M, WARPS = 32, 8
+#: Best of those tried on an H200 (benchmarks/backward_sweep.py).
+CONFIG = BackwardConfig(32, 8, 3, stages=3)
 
 
 @triton.jit
 def _backward_kernel(
-    G, Y, RSTD, DX, AMAX, XT, M, N, words,
+    G, Y, RSTD, DX, AMAX, XT, M, N, words, tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_XT: tl.constexpr,
-    WORDS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     dev.wait(PDL)
-    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    tile = pid_m * tl.num_programs(1) + pid_n
-    d = gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    best = tl.zeros((BLOCK_M // 4, BLOCK_N), dtype=tl.int32)
-    for i in tl.static_range(4):
-        rm = pid_m * BLOCK_M + 4 * tl.arange(0, BLOCK_M // 4) + i
-        dx = d[i].to(DX.dtype.element_ty)
-        at = DX + rm.to(tl.int64)[:, None] * N + rn[None, :]
-        tl.store(at, dx, mask=(rm[:, None] < M) & (rn[None, :] < N))
-        # Of the rounded values, so that no element exceeds it.
-        best = tl.maximum(best, dev.bits(dx))
-    tl.store(AMAX + tile, dev.largest_of(best))
+    grid_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        d = gradients(tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT, WORDS, PTX)
+        pid_m, pid_n = tile // grid_n, tile % grid_n
+        rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        best = tl.zeros((BLOCK_M // 4, BLOCK_N), dtype=DX.dtype.element_ty)
+        for i in tl.static_range(4):
+            rm = pid_m * BLOCK_M + 4 * tl.arange(0, BLOCK_M // 4) + i
+            dx = d[i].to(DX.dtype.element_ty)
+            at = DX + rm.to(tl.int64)[:, None] * N + rn[None, :]
+            # The cast reads it next, so that it should stay in L2 before all else.
+            tl.store(at, dx, mask=(rm[:, None] < M) & (rn[None, :] < N), eviction_policy="evict_last")
+            # Of the rounded values, so that no element exceeds it.
+            best = dev.larger(best, dx, PTX)
+        tl.store(AMAX + tile, dev.amax(best))
 
 
 @torch.no_grad()
 def block_norm_backward(
-    grad: Tensor, y: Tensor, rstd: Tensor, *, block: int, activation: str, with_xt: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, y: Tensor, rstd: Tensor, *, block: int, activation: str, with_xt: bool,
+    config: BackwardConfig = CONFIG,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dx, amax, xt)`` for contiguous grad and y [M, N] and rstd fp32 [M, ceil(N/block)]; block at most 256.
 
     y in e4m3 stands for y / 16. activation: one of kernels.reference.ACTIVATIONS, or "" for none.
 
     dx [M, N] in grad's dtype; amax fp32 [tiles]; xt e4m3 [N, M] (empty unless with_xt).
     """
-    m, n = grad.shape
+    (m, n), device = grad.shape, grad.device
     norm = dev.norm_tile(n, block)
     block_n = max(norm, min(256, triton.next_power_of_2(n)))
-    grid = (triton.cdiv(m, BLOCK_M), triton.cdiv(n, block_n))
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, block_n)
+    room = config.resident * torch.cuda.get_device_properties(device).multi_processor_count
     dx = torch.empty_like(grad)
-    amax = torch.empty((grid[0] * grid[1],), dtype=torch.float32, device=grad.device)
-    xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=grad.device)
+    amax = torch.empty((tiles,), dtype=torch.float32, device=device)
+    xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=device)
     run_kernel(
-        _backward_kernel, grid,
-        grad, y, rstd, dx, amax, xt, m, n, m // 4, BLOCK_M=BLOCK_M, BLOCK_N=block_n, NORM=norm, ACT=activation,
-        WRITE_XT=with_xt, WORDS=m % 4 == 0, PTX=dev.ptx(grad.device), num_warps=WARPS, num_stages=1,
-        **dev.early(grad.device),
+        _backward_kernel, (min(tiles, room),),
+        grad, y, rstd, dx, amax, xt, m, n, m // 4, tiles, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm,
+        ACT=activation, WRITE_XT=with_xt, WORDS=m % 4 == 0, PTX=dev.ptx(device), STAGES=config.stages,
+        num_warps=config.warps, num_stages=1, **dev.bounded(config.registers), **dev.early(device),
     )  # fmt: skip
     return dx, amax, xt

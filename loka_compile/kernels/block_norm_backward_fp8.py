@@ -17,11 +17,11 @@ from loka_compile.kernels import device as dev
 from loka_compile.kernels import gradient_tile as tiles_of
 from loka_compile.kernels import grid_barrier as grid
 from loka_compile.kernels import turned
-from loka_compile.kernels.config import MeetingConfig
+from loka_compile.kernels.config import BackwardConfig
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 from loka_compile.kernels.running import run_kernel
 
-CONFIG = MeetingConfig()
+CONFIG = BackwardConfig()
 
 
 @triton.jit
@@ -29,10 +29,10 @@ def _pair(
     rm, pid_n, G, Y, RSTD, M, N, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """dx of the rows ``rm`` and ``rm + 1`` halved, and their activations as FP8 in the low halves of words."""
-    d0, y0 = tiles_of.gradient(rm, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d1, y1 = tiles_of.gradient(rm + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    x = turned.pack2(dev.activated(y0, ACT), dev.activated(y1, ACT), 16.0, tl.float8e4nv, 448.0, PTX)
-    return turned.halved(d0, d1, G.dtype.element_ty), x
+    d0, y0 = tiles_of.gradient(rm, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
+    d1, y1 = tiles_of.gradient(rm + 1, pid_n, G, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
+    x = turned.pack2(dev.activated(y0, ACT, PTX), dev.activated(y1, ACT, PTX), 16.0, tl.float8e4nv, 448.0, PTX)
+    return turned.halved(d0, d1, G.dtype.element_ty, PTX), x
 
 
 @triton.jit
@@ -70,25 +70,41 @@ def _write(
 
 
 @triton.jit
+def _zeros(KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What a program keeps before it has any: two tiles of words for each tile."""
+    kept = (tl.zeros((ROWS, COLUMNS), dtype=tl.int32), tl.zeros((ROWS, COLUMNS), dtype=tl.int32))
+    for _ in tl.static_range(KEEP - 1):
+        kept = kept + (tl.zeros((ROWS, COLUMNS), dtype=tl.int32), tl.zeros((ROWS, COLUMNS), dtype=tl.int32))
+    return kept
+
+
+@triton.jit
 def _backward_fp8_kernel(
     G, Y, RSTD, DX, Q, QT, XT, SCALE, STATE, M, N, words, tiles, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_DX: tl.constexpr,
     WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
-    KEEP: tl.constexpr, HALF: tl.constexpr, PHASE: tl.constexpr,
+    KEEP: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    if KEEP and HALF:
-        low, high = _halved_gradients(
-            first, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
-        )  # fmt: skip
-        # Of the rounded values, so that none exceeds it.
-        best = turned.largest_of4(turned.doubled(low, high, G.dtype.element_ty))
-    elif KEEP:
+    TYPE: tl.constexpr = G.dtype.element_ty
+    if KEEP == 1:
         d = tiles_of.gradients(
             first, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
         )  # fmt: skip
         best = turned.largest_of4(d)
+    elif KEEP > 1:
+        # Loops, not unrolled: else the compiler moves work between tiles, and what it holds meanwhile is spilled.
+        kept = _zeros(KEEP, BLOCK_M // 4, BLOCK_N)
+        largest = tl.zeros((BLOCK_M // 4, BLOCK_N), dtype=tl.int32)
+        for tile in tl.range(first, tiles, step, num_stages=STAGES):
+            low, high = _halved_gradients(
+                tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
+            )  # fmt: skip
+            largest = turned.largest_halves(largest, low, high)
+            kept = kept[2:] + (low, high)
+        # Of the rounded values, so that none exceeds it.
+        best = turned.largest_of_halves(largest, TYPE)
     elif PHASE != 2:
         best = tl.zeros((), dtype=tl.int32)
         for tile in range(first, tiles, step):
@@ -104,13 +120,20 @@ def _backward_fp8_kernel(
         inverse = LIMIT / amax
         if first == 0:
             tl.store(SCALE, amax / LIMIT)
-        if KEEP:
-            if HALF:
-                d = turned.doubled(low, high, G.dtype.element_ty)
+        if KEEP == 1:
             _write(
                 first, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT, WORDS,
                 PTX,
             )  # fmt: skip
+        elif KEEP > 1:
+            for back in range(0, tiles - first, step):  # the one kept last is the first to go
+                tile = first + (tiles - first - 1) // step * step - back
+                d = turned.doubled(kept[2 * KEEP - 2], kept[2 * KEEP - 1], TYPE)
+                _write(
+                    tile, d, inverse, DX, Q, QT, M, N, words, LIMIT, BLOCK_M, BLOCK_N, WRITE_DX, WRITE_Q, WRITE_QT,
+                    WORDS, PTX,
+                )  # fmt: skip
+                kept = kept[2 * KEEP - 2 :] + kept[: 2 * KEEP - 2]
         else:
             for tile in range(first, tiles, step):
                 d = tiles_of.gradients(
@@ -126,7 +149,7 @@ def _backward_fp8_kernel(
 def block_norm_backward_fp8(
     grad: Tensor, y: Tensor, rstd: Tensor, state: Tensor, *, block: int, activation: str, dtype: torch.dtype,
     with_dx: bool = False, with_q: bool = True, with_qt: bool = True, with_xt: bool = False,
-    config: MeetingConfig = CONFIG,
+    config: BackwardConfig = CONFIG,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dx, q, qt, scale, xt)`` for contiguous grad and y [M, N] (not empty), rstd fp32 [M, ceil(N/block)].
 
@@ -146,14 +169,16 @@ def block_norm_backward_fp8(
     qt = torch.empty((n, m) if with_qt else (0,), dtype=dtype, device=device)
     xt = torch.empty((n, m) if with_xt else (0,), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty((), dtype=torch.float32, device=device)
-    half = config.half and grad.element_size() == 2
+    keep = triton.cdiv(tiles, room)
+    if keep > (config.keep if grad.element_size() == 2 else 1):
+        keep = 0
     for phase in grid.phases(device):
         run_kernel(
             _backward_fp8_kernel, (min(tiles, room),),
             grad, y, rstd, dx, q, qt, xt, scale, state, m, n, m // 4, tiles,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=activation,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,
-            PTX=dev.ptx(device), KEEP=tiles <= room, HALF=half, PHASE=phase,
+            PTX=dev.ptx(device), KEEP=keep, PHASE=phase, STAGES=config.stages,
             num_warps=config.warps, num_stages=1, **grid.together(device, config.registers),
         )  # fmt: skip
     return dx, q, qt, scale, xt

@@ -10,41 +10,42 @@ import triton.language as tl
 from torch import Tensor
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels import turned
 from loka_compile.kernels.reference import AMAX_FLOOR, LIMITS
 from loka_compile.kernels.running import run_kernel
 
 
 @triton.jit
-def _cast_tile(
-    X, Q, QT, inverse, pid_m, pid_n, M, N, LIMIT: tl.constexpr, WRITE_Q: tl.constexpr, write_qt,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    x = tl.load(X + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
-    q = dev.to_fp8(x, inverse, Q.dtype.element_ty, LIMIT)
-    if WRITE_Q:
-        tl.store(Q + rm.to(tl.int64)[:, None] * N + rn[None, :], q, mask=mask)
-    if write_qt:
-        # As bytes: Triton 3.6 miscompiles some transposed FP8 stores (triton-lang/triton #11111).
-        t = tl.trans(q.to(tl.uint8, bitcast=True))
-        ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True)
-        tl.store(ptr + rn.to(tl.int64)[:, None] * M + rm[None, :], t, mask=(rn[:, None] < N) & (rm[None, :] < M))
+def _load(X, rm, rn, M, N):
+    return tl.load(X + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=(rm[:, None] < M) & (rn[None, :] < N), other=0.0)
+
+
+@triton.jit
+def _load4(X, rw, rn, M, N):
+    """Rows 4 * rw to 4 * rw + 3 as four tiles (see kernels/turned.py)."""
+    return (
+        _load(X, 4 * rw, rn, M, N), _load(X, 4 * rw + 1, rn, M, N), _load(X, 4 * rw + 2, rn, M, N),
+        _load(X, 4 * rw + 3, rn, M, N),
+    )  # fmt: skip
 
 
 @triton.jit
 def _cast_transpose_kernel(
-    X, PARTS, Q, QT, SCALE, M, N, count, LIMIT: tl.constexpr, FLOOR: tl.constexpr, CHUNK: tl.constexpr,
-    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    X, PARTS, Q, QT, SCALE, M, N, words, count, LIMIT: tl.constexpr, FLOOR: tl.constexpr, CHUNK: tl.constexpr,
+    WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dev.wait(PDL)
-    pid = tl.program_id(0)
+    # Backwards: what the kernel in front wrote last is still in L2.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     grid_n = tl.cdiv(N, BLOCK_N)
+    rw = (pid // grid_n) * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
+    rn = (pid % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = _load4(X, rw, rn, M, N)
     amax = dev.amax_of(PARTS, count, FLOOR, CHUNK)
     if pid == 0:
         tl.store(SCALE, amax / LIMIT)
-    _cast_tile(X, Q, QT, LIMIT / amax, pid // grid_n, pid % grid_n, M, N, LIMIT, WRITE_Q, WRITE_QT, BLOCK_M, BLOCK_N)
+    turned.write4(x, LIMIT / amax, Q, QT, rw, rn, M, N, words, LIMIT, WRITE_Q, WRITE_QT, WORDS, PTX)
 
 
 @torch.no_grad()
@@ -64,9 +65,10 @@ def cast_transpose(
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
     run_kernel(
         _cast_transpose_kernel, grid,
-        x, parts, q, qt, scale, m, n, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
+        x, parts, q, qt, scale, m, n, m // 4, count, LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR,
         CHUNK=max(32, min(1024, triton.next_power_of_2(max(count, 1)))), WRITE_Q=with_q, WRITE_QT=with_qt,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=1, **dev.early(x.device),
+        BLOCK_M=block_m, BLOCK_N=block_n, WORDS=m % 4 == 0, PTX=dev.ptx(x.device), num_warps=warps, num_stages=1,
+        **dev.early(x.device),
     )  # fmt: skip
     return q, qt, scale
 
@@ -102,8 +104,9 @@ def _amax_weights_kernel(
 
 @triton.jit
 def _cast_weights_kernel(
-    XS, QS, QTS, PARTS, SCALES, starts, ends, ms, ns, turned, COUNT: tl.constexpr, LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    XS, QS, QTS, PARTS, SCALES, starts, ends, ms, ns, turned_too, COUNT: tl.constexpr,
+    LIMIT: tl.constexpr, FLOOR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dev.wait(PDL)
     pid = tl.program_id(0)
@@ -114,11 +117,13 @@ def _cast_weights_kernel(
     M = _of(pid, starts, ms, COUNT)
     N = _of(pid, starts, ns, COUNT)
     grid_n = tl.cdiv(N, BLOCK_N)
-    _cast_tile(
-        _of(pid, starts, XS, COUNT), _of(pid, starts, QS, COUNT), _of(pid, starts, QTS, COUNT), LIMIT / amax,
-        (pid - first) // grid_n, (pid - first) % grid_n, M, N, LIMIT, True, _of(pid, starts, turned, COUNT) != 0,
-        BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    rw = (pid - first) // grid_n * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
+    rn = (pid - first) % grid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = _load4(_of(pid, starts, XS, COUNT), rw, rn, M, N)
+    Q, QT = _of(pid, starts, QS, COUNT), _of(pid, starts, QTS, COUNT)
+    turned.write4(x, LIMIT / amax, Q, QT, rw, rn, M, N, M // 4, LIMIT, True, False, WORDS, PTX)
+    if _of(pid, starts, turned_too, COUNT) != 0:
+        turned.write4(x, LIMIT / amax, Q, QT, rw, rn, M, N, M // 4, LIMIT, False, True, WORDS, PTX)
 
 
 #: Weights per launch: a program looks for its own among so many, and a launch has 4 KiB for its arguments.
@@ -164,7 +169,8 @@ def quantize_weights(
         run_kernel(
             _cast_weights_kernel, (ends[-1],),
             ws, tuple(q[i] for i in group), tuple(qt[i] for i in group), parts, scale, starts, ends, ms, ns,
-            tuple(int(with_qt[i]) for i in group), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256, **how,
+            tuple(int(with_qt[i]) for i in group), LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, CHUNK=256,
+            WORDS=all(m % 4 == 0 for m in ms), PTX=dev.ptx(ws[0].device), **how,
         )  # fmt: skip
         for i, s in zip(group, scale, strict=True):
             scales[i] = s

@@ -80,15 +80,17 @@ def scaling_of(
 
 
 @dataclass(frozen=True)
-class MeetingConfig:
+class BackwardConfig:
     """Tile and residency of a kernel whose programs meet: ``resident`` programs of ``warps`` warps share a
     multiprocessor, and their registers are bounded so that they fit."""
 
     block_m: int = 32
     warps: int = 8
     resident: int = 2
-    #: Keep what waits for the meeting in 16 bits: half of the registers, one rounding more.
-    half: bool = False
+    #: Tiles that a program may keep over the meeting, two or more in 16 bits: half of the registers, one rounding more.
+    keep: int = 1
+    #: Tiles that are read ahead, and one.
+    stages: int = 1
 
     @property
     def registers(self) -> int:

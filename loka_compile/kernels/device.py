@@ -16,6 +16,11 @@ def early(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
+def bounded(registers: int | None) -> dict[str, Any]:
+    """Arguments of a launch whose threads have so many ``registers`` at most; no bound on AMD, which has none."""
+    return {"maxnreg": registers} if registers is not None and torch.version.hip is None else {}
+
+
 def ptx(device: torch.device) -> bool:
     """Whether kernels can use NVIDIA's conversions to FP8, which saturate (sm_89 and later)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -32,6 +37,14 @@ def wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def anew(x, PTX: tl.constexpr):
+    """The int32 x, of which the compiler cannot know that it has computed anything from it before."""
+    if PTX:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    return x
 
 
 @triton.jit
@@ -120,9 +133,9 @@ def over_block(x, s, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.cons
 
 
 @triton.jit
-def saved(y, TYPE: tl.constexpr):
+def saved(y, TYPE: tl.constexpr, PTX: tl.constexpr):
     """A normalised value as it was kept for the backward, in fp32: in e4m3 it was multiplied by 16."""
-    y = y.to(tl.float32)
+    y = wide(y, PTX)
     return y * 0.0625 if tl.float8e4nv == TYPE else y
 
 
@@ -133,16 +146,27 @@ def hardswish(x):
 
 
 @triton.jit
-def hardsigmoid(x):
-    """``relu6(x + 3) / 6`` in fp32. By comparisons with the result, which let a NaN through and need no registers."""
+def hardsigmoid(x, PTX: tl.constexpr = False):
+    """``relu6(x + 3) / 6`` in fp32. By comparisons with the result, which let a NaN through and need no registers.
+
+    With PTX in one instruction, which makes 0 of a NaN: for who multiplies by x afterwards.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f3E2AAAAB, 0f3F000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     x = x * (1.0 / 6.0) + 0.5
     x = tl.where(x < 0.0, 0.0, x)
     return tl.where(x > 1.0, 1.0, x)
 
 
 @triton.jit
-def hardswish_derivative(x):
-    """Derivative as aten.hardswish_backward has it: 0 at and below -3, 1 at and above 3."""
+def hardswish_derivative(x, PTX: tl.constexpr):
+    """Derivative as aten.hardswish_backward has it: 0 at and below -3, 1 at and above 3. With PTX from the gate, which
+    the activation itself needs too, and 0 for a NaN."""
+    if PTX:
+        gate = hardsigmoid(x, PTX)
+        return tl.where(tl.abs(x) < 3.0, 2.0 * gate - 0.5, gate)
     return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x * (1.0 / 3.0) + 0.5, 1.0))
 
 
@@ -154,17 +178,17 @@ def silu_derivative(x):
 
 
 @triton.jit
-def activated(x, ACT: tl.constexpr):
+def activated(x, ACT: tl.constexpr, PTX: tl.constexpr):
     """The activation ACT in fp32: "hardswish", "silu" or none. None of them exceeds its input."""
     if ACT == "hardswish":
-        return hardswish(x)
+        return x * hardsigmoid(x, PTX)
     return x * tl.sigmoid(x) if ACT == "silu" else x
 
 
 @triton.jit
-def derivative(x, ACT: tl.constexpr):
+def derivative(x, ACT: tl.constexpr, PTX: tl.constexpr):
     """That of the activation ACT, "hardswish" or "silu"."""
-    return silu_derivative(x) if ACT == "silu" else hardswish_derivative(x)
+    return silu_derivative(x) if ACT == "silu" else hardswish_derivative(x, PTX)
 
 
 @triton.jit
@@ -205,6 +229,29 @@ def pack4(a, b, c, d, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.co
 def bits(x):
     """|x| as integers that order like the numbers, NaN above infinity."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def larger(a, b, PTX: tl.constexpr):
+    """Element by element the larger of |a| and |b|, NaN if one is. In 16 bits with PTX two of them an instruction."""
+    if PTX and a.dtype.primitive_bitwidth == 16:
+        NAME: tl.constexpr = "bf16x2" if tl.bfloat16 == a.dtype else "f16x2"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 x, y; abs." + NAME + " x, $1; abs." + NAME + " y, $2; max.NaN." + NAME + " $0, x, y; }",
+            "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.maximum(bits(a), bits(b)).to(tl.float32, bitcast=True).to(a.dtype)
+
+
+@triton.jit
+def wide(x, PTX: tl.constexpr):
+    """x in fp32; bf16 with PTX in one instruction an element, where Triton takes two for every other one."""
+    if PTX and tl.bfloat16 == x.dtype:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    return x.to(tl.float32)
 
 
 @triton.jit

@@ -54,10 +54,10 @@ def _grad_input_fp8_kernel(
     # Rows and columns past the end repeat valid ones in the product.
     acc = tl.where(((pid_m * BLOCK_M + tl.arange(0, BLOCK_M)) < M)[:, None] & (rn < N)[None, :], acc, 0.0)
     g0, g1, g2, g3 = _split4(acc, BLOCK_M // 4, BLOCK_N)
-    d0, y0 = through(g0, 4 * rw, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d1, y1 = through(g1, 4 * rw + 1, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d2, y2 = through(g2, 4 * rw + 2, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
-    d3, y3 = through(g3, 4 * rw + 3, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT)
+    d0, y0 = through(g0, 4 * rw, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
+    d1, y1 = through(g1, 4 * rw + 1, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
+    d2, y2 = through(g2, 4 * rw + 2, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
+    d3, y3 = through(g3, 4 * rw + 3, pid_n, Y, RSTD, M, N, BLOCK_N, NORM, ACT, PTX)
     if WRITE_XT and PHASE != 2:
         store_activation(XT, y0, y1, y2, y3, rw, rn, M, N, words, ACT, WORDS, PTX)
     d = (d0, d1, d2, d3)

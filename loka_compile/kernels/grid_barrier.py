@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from loka_compile.kernels import device as dev
+
 #: Elements of a state.
 STATE = 3
 
@@ -53,7 +55,7 @@ def leave(STATE):
 
 def together(device: torch.device, registers: int | None = None) -> dict[str, Any]:
     """Arguments of a launch whose programs meet; ``registers`` a thread let several share a multiprocessor."""
-    bound = {"maxnreg": registers} if registers is not None and torch.version.hip is None else {}
+    bound = dev.bounded(registers)
     return {"launch_cooperative_grid": True, **bound} if device.type == "cuda" else bound
 
 

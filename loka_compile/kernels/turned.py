@@ -29,10 +29,31 @@ def store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
 
 
 @triton.jit
-def halved(a, b, TYPE: tl.constexpr):
+def halved(a, b, TYPE: tl.constexpr, PTX: tl.constexpr):
     """Two fp32 tiles in half of the registers: rounded to the 16 bits of TYPE, a in the low half of a word."""
-    low = a.to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (b.to(TYPE).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    if PTX:
+        NAME: tl.constexpr = "bf16x2" if tl.bfloat16 == TYPE else "f16x2"
+        return tl.inline_asm_elementwise(
+            "cvt.rn." + NAME + ".f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    low = a.to(TYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (b.to(TYPE).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def largest_halves(largest, low, high):
+    """Element by element the largest of ``largest`` and what :func:`halved` made: the upper 16 bits are those of a
+    number without its sign, and the others do not matter."""
+    low = tl.maximum(low & 0x7FFFFFFF, (low << 16) & 0x7FFFFFFF)
+    high = tl.maximum(high & 0x7FFFFFFF, (high << 16) & 0x7FFFFFFF)
+    return tl.maximum(largest, tl.maximum(low, high))
+
+
+@triton.jit
+def largest_of_halves(largest, TYPE: tl.constexpr):
+    """Of a tile that :func:`largest_halves` made, as :func:`loka_compile.kernels.device.bits`."""
+    best = tl.max(tl.max(largest, axis=1), axis=0) >> 16
+    return dev.bits(best.to(tl.int16).to(TYPE, bitcast=True))
 
 
 @triton.jit
@@ -52,8 +73,8 @@ def pack2(a, b, scale, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexp
 def doubled(low, high, TYPE: tl.constexpr):
     """What :func:`halved` made of four tiles, as those in TYPE."""
     return (
-        low.to(tl.uint16).to(TYPE, bitcast=True), (low >> 16).to(tl.uint16).to(TYPE, bitcast=True),
-        high.to(tl.uint16).to(TYPE, bitcast=True), (high >> 16).to(tl.uint16).to(TYPE, bitcast=True),
+        low.to(tl.int16).to(TYPE, bitcast=True), (low >> 16).to(tl.int16).to(TYPE, bitcast=True),
+        high.to(tl.int16).to(TYPE, bitcast=True), (high >> 16).to(tl.int16).to(TYPE, bitcast=True),
     )  # fmt: skip
 
 

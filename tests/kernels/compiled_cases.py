@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from loka_compile.kernels import (
+    block_norm_backward,
     block_norm_backward_fp8,
     device,
     gemm_block_norm,
@@ -28,7 +29,7 @@ from loka_compile.kernels import (
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for as shipped
-from loka_compile.lowering.fused.configs import find, gemm_kernel, meeting_config
+from loka_compile.lowering.fused.configs import backward_config, find, gemm_kernel
 from loka_compile.lowering.providers.triton_configs import config_for
 
 FP8 = torch.float8_e4m3fn
@@ -56,7 +57,9 @@ def watch(found: list[dict[str, Any]]) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
-    for module in (block_norm_backward_fp8, gemm_block_norm, grad_input_fp8, grouped_gemm, quantize, scaled_gemm):
+    for module in (
+        block_norm_backward, block_norm_backward_fp8, gemm_block_norm, grad_input_fp8, grouped_gemm, quantize, scaled_gemm
+    ):  # fmt: skip
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):
 
@@ -77,6 +80,7 @@ def facts(compiled: Any) -> dict[str, Any]:
     return {
         "kernel": compiled.metadata.name, "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
         "registers": int(numbers["REG"]), "stack": int(numbers["STACK"]),
+        "ahead": compiled.asm["ptx"].count("cp.async.cg.shared"),
         "mma": sorted(set(re.findall(r"wgmma\.mma_async\S+", compiled.asm["ptx"]))),
         "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"],
     }  # fmt: skip
@@ -150,14 +154,14 @@ def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
 def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     device.ptx = lambda _: True
-    for m, n in [(4096, 512), (4096, 1024), (199, 3456)]:
+    for m, n in [(4096, 512), (4096, 1024), (4096, 2048), (199, 3456)]:
         for with_xt, activation in ((False, "hardswish"), (True, "hardswish"), (False, "silu"), (True, "silu")):
             found.clear()
             grad, state = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(grid_barrier.STATE, dtype=torch.int32)
             block_norm_backward_fp8.block_norm_backward_fp8(
                 grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), state, block=256,
                 activation=activation, dtype=FP8, with_xt=with_xt,
-                config=meeting_config("block_norm_backward_fp8", m, n),
+                config=backward_config("block_norm_backward_fp8", m, n, 2),
             )  # fmt: skip
             results[f"{m}x{n} {activation} {with_xt}"] = list(found)
     found.clear()
@@ -167,6 +171,19 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
         activation="hardswish", dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
     )  # fmt: skip
     results["grad_input"] = list(found)
+    return results
+
+
+def gradients(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The gradient of a large layer, whose cast is a kernel of its own."""
+    results = {}
+    for with_xt, activation in ((False, "hardswish"), (True, "hardswish"), (True, "silu")):
+        found.clear()
+        grad = torch.empty(4096, 4096, dtype=torch.bfloat16)
+        block_norm_backward.block_norm_backward(
+            grad, torch.empty_like(grad), torch.empty(4096, 16), block=256, activation=activation, with_xt=with_xt
+        )
+        results[f"{activation} {with_xt}"] = list(found)
     return results
 
 
@@ -203,6 +220,7 @@ if __name__ == "__main__":
             "gemms": gemms(noted),
             "quantisers": quantisers(noted),
             "meeting": meeting(noted),
+            "gradients": gradients(noted),
             "grouped": grouped(noted),
             "in parts": in_parts(noted),
             "fused": fused(noted),

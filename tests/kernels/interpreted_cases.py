@@ -19,7 +19,7 @@ from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 from loka_compile.kernels.cast import cast_transpose, quantize_weights
-from loka_compile.kernels.config import GemmConfig, MeetingConfig
+from loka_compile.kernels.config import GemmConfig, BackwardConfig
 from loka_compile.kernels.gemm_block_norm import launch
 from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE
@@ -241,23 +241,27 @@ def test_backward_writes_the_transposed_activation(activation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "activation", "dtype", "half"),
+    ("m", "n", "activation", "dtype", "keep"),
     [
-        (1, 384, "hardswish", torch.float8_e4m3fn, False),
-        (33, 256, "", torch.float8_e4m3fn, True),
-        (76, 384, "hardswish", torch.float8_e5m2, False),  # more tiles than programs
-        (20, 100, "silu", torch.float8_e4m3fn, True),
-        (2, 640, "", torch.float8_e5m2, False),
-        (76, 384, "silu", torch.float8_e5m2, False),
+        (1, 384, "hardswish", torch.float8_e4m3fn, 1),
+        (33, 256, "", torch.float8_e4m3fn, 2),
+        (76, 384, "hardswish", torch.float8_e5m2, 1),  # more tiles than programs
+        (76, 384, "hardswish", torch.float8_e5m2, 2),
+        (140, 384, "silu", torch.float8_e4m3fn, 3),
+        (140, 384, "hardswish", torch.float8_e4m3fn, 4),
+        (20, 100, "silu", torch.float8_e4m3fn, 4),
+        (2, 640, "", torch.float8_e5m2, 1),
+        (76, 384, "silu", torch.float8_e5m2, 1),
     ],
 )
-def test_backward_in_fp8(m: int, n: int, activation: str, dtype: torch.dtype, half: bool) -> None:
+def test_backward_in_fp8(m: int, n: int, activation: str, dtype: torch.dtype, keep: int) -> None:
     y, grad, rstd = torch.randn(m, n) * 2, torch.randn(m, n), torch.rand(m, -(-n // 256)) + 0.5
     y[0, :3] = torch.tensor([-3.0, 3.0, 0.0])
     state = torch.zeros(STATE, dtype=torch.int32)
+    half = keep > 1
     if half:
         grad = grad.half()  # not bf16, which the interpreter does not know bit by bit
-    options = {"block": 256, "activation": activation, "dtype": dtype, "config": MeetingConfig(half=half)}
+    options = {"block": 256, "activation": activation, "dtype": dtype, "config": BackwardConfig(keep=keep)}
     dx, q, qt, scale, xt = block_norm_backward_fp8(grad, y, rstd, state, with_dx=True, with_xt=True, **options)
     expected = ref.block_norm_backward_ref(grad.double(), y.double(), rstd.double(), 256, activation)
     close = {"rtol": 1e-3, "atol": 1e-4} if half else {"rtol": 1e-4, "atol": 1e-5}

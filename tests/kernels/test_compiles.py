@@ -93,11 +93,19 @@ def test_quantisers_leave_room_for_each_other(compiled: dict[str, Any]) -> None:
 
 def test_programs_that_meet_fit_on_the_device_together(compiled: dict[str, Any]) -> None:
     """A cooperative launch fails unless they fit; hardly anything may be spilt."""
-    assert len(compiled["meeting"]) == 13
+    assert len(compiled["meeting"]) == 17
     for case, (kernel,) in compiled["meeting"].items():
-        # Few registers where a tile is held in 16 bits; an odd batch writes its transposes byte by byte.
-        size, *_ = case.split()
-        allowed = {"4096x1024": 64, "199x3456": 128 if case.endswith("True") else 0}.get(size, 0)
-        assert kernel["stack"] <= allowed, case
+        # Four tiles, which is what is kept of 4096 x 2048, are half of all registers; a few addresses have no room.
+        assert kernel["stack"] <= (32 if case.startswith("4096x2048") else 0), case
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
         assert kernel["shared"] <= SHARED, case
+
+
+def test_a_large_gradient_is_read_ahead(compiled: dict[str, Any]) -> None:
+    assert len(compiled["gradients"]) == 3
+    for case, (kernel,) in compiled["gradients"].items():
+        assert kernel["ahead"] > 0, "loads are not pipelined"
+        assert kernel["stack"] <= (64 if case == "silu True" else 0), case
+        # Three programs share a multiprocessor (loka_compile.kernels.block_norm_backward.CONFIG).
+        assert 3 * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
+        assert 3 * kernel["shared"] <= SHARED, case

@@ -135,8 +135,9 @@ def test_outputs_of_the_norm_are_kept_in_fp8() -> None:
 
 @pytest.mark.usefixtures("_emit_on_cpu")
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("recipe", [FP8, "torch:rowwise"])
 @pytest.mark.parametrize("batch", [1, 64])
-def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
+def test_an_input_is_quantised_by_kernels_of_ours(batch: int, recipe: str) -> None:
     torch.manual_seed(0)
     chain, head = layers(384), nn.Linear(384, 1).bfloat16()
     x = torch.randn(batch, 384).bfloat16()
@@ -144,14 +145,16 @@ def test_an_input_is_quantised_by_kernels_of_ours(batch: int) -> None:
     expected = F.linear(expected, head.weight.double(), head.bias.double()).detach()
     # The head's bias is a constant that stands in front of the graph's input.
     model = nn.Sequential(*chain, head).eval().requires_grad_(False)
-    options = {"plan": plan_of(chain, FP8, FP8), "inspect": True}
+    options = {"plan": plan_of(chain, recipe, FP8), "inspect": True}
     with torch.no_grad(), inductor_config.patch(freezing=True):
         out = torch.compile(model, backend="loka", options=options)(x)
     assert relative(out, expected) < 0.026 * 6**0.5 * 1.5 * 2  # of outputs of both signs
     report = reports()[-1]
-    assert report.graph("forward").count("quantize_weights.default(") == 1
+    assert report.graph("forward").count("quantize_fp8.default(") == 1
+    assert f"'{recipe.split(':')[1]}'" in report.graph("forward")
     assert "aten.amax" not in report.graph("forward")
-    assert any("of an input in two kernels" in line for line in report.fusions)
+    kind = "rowwise" if "rowwise" in recipe else "amax and"
+    assert any(f"{kind} FP8 of an input by our kernels" in line for line in report.fusions)
 
 
 @pytest.mark.usefixtures("_emit_on_cpu")
@@ -163,8 +166,8 @@ def test_a_wide_input_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> No
     options = {"plan": plan_of(chain, FP8, FP8), "inspect": True}
     with torch.no_grad(), inductor_config.patch(freezing=True):
         torch.compile(chain, backend="loka", options=options)(torch.randn(64, 384).bfloat16())
-    assert "quantize_weights" not in reports()[-1].graph("forward")
-    assert not any("of an input in two kernels" in line for line in reports()[-1].fusions)
+    assert "quantize_fp8" not in reports()[-1].graph("forward")
+    assert not any("of an input by our kernels" in line for line in reports()[-1].fusions)
 
 
 class WideNorm(nn.Module):

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loka_compile.kernels.config import GemmConfig, MeetingConfig
+from loka_compile.kernels.config import GemmConfig, BackwardConfig
 
 _DATA = Path(__file__).parents[2] / "data" / "fused_h200.json"
 
@@ -50,7 +50,7 @@ def config_for(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = 
     return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
 
 
-def meeting_config(kernel: str, m: int, n: int) -> MeetingConfig:
-    """The configuration of a kernel whose programs meet, for a tensor [m, n]."""
-    rule = find(kernel, m, n, 1, 1)
-    return MeetingConfig(**rule.get("config", {})) if rule is not None else MeetingConfig()
+def backward_config(kernel: str, m: int, n: int, itemsize: int) -> BackwardConfig:
+    """The configuration of a kernel whose programs meet, for a gradient [m, n]."""
+    rule = find(kernel, m, n, 1, itemsize)
+    return BackwardConfig(**rule.get("config", {})) if rule is not None else BackwardConfig()

@@ -1,4 +1,5 @@
-"""Recognises what the lowering left in the graph: tensorwise FP8 quantisation, and values behind casts and views."""
+"""Recognises what the lowering left in the graph: FP8 quantisation of whole tensors and of rows, and values behind
+casts and views."""
 
 from __future__ import annotations
 
@@ -99,13 +100,14 @@ def is_rounded_later(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Quantise:
-    """One tensorwise quantisation: ``node`` is ``source`` in FP8, by a constant ``factor`` or by its own amax."""
+    """One quantisation: ``node`` is ``source`` in FP8, by a constant ``factor``, by its own amax, or by those of its
+    rows."""
 
     node: fx.Node
     source: fx.Node
     #: The constant that multiplies source, or None where the scale comes from the amax.
     factor: float | None
-    #: The dequantisation scale's node (only with an amax).
+    #: The dequantisation scale's node (only with an amax): shape [], or [rows].
     scale: fx.Node | None
 
     @property
@@ -129,16 +131,16 @@ class Quantise:
         return [u for u in self.node.users if not (_is_transpose(u) and all(c in copies for c in u.users))]
 
 
-def quantisations(graph: fx.Graph) -> Iterator[Quantise]:
-    """Every tensorwise quantisation of a 2-D tensor, in graph order."""
+def quantisations(graph: fx.Graph, rowwise: bool = False) -> Iterator[Quantise]:
+    """Every tensorwise quantisation of a 2-D tensor, or every rowwise one, in graph order."""
     for node in graph.nodes:
         if is_call(node, *CONVERT) and dtype_of(node) in FP8 and node.meta["val"].dim() == 2:
-            found = _parse(node)
+            found = _parse(node, rowwise)
             if found is not None:
                 yield found
 
 
-def _parse(node: fx.Node) -> Quantise | None:
+def _parse(node: fx.Node, rowwise: bool) -> Quantise | None:
     inner: Any = node.args[0]
     limit = torch.finfo(dtype_of(node)).max
     bounds = []
@@ -152,17 +154,25 @@ def _parse(node: fx.Node) -> Quantise | None:
         return None
     source = strip(wide)
     if isinstance(factor, (int, float)):
-        return Quantise(node, source, float(factor), None)
+        return None if rowwise else Quantise(node, source, float(factor), None)
+    if rowwise:
+        if not (is_call(factor, aten.unsqueeze.default) and factor.args[1] in (1, -1)):
+            return None
+        factor = factor.args[0]
     if not is_call(factor, aten.reciprocal.default):
         return None
     scale: Any = factor.args[0]
     if not (is_call(scale, aten.div.Tensor) and scale.args[1] == limit):
         return None
     floor: Any = scale.args[0]
+    dims: list[Any] = []
     while is_call(floor, aten.clamp_min.default, aten.clamp.default, aten.amax.default, aten.abs.default):
+        if is_call(floor, aten.amax.default):
+            dims += arg(floor, 1) if len(floor.args) > 1 else []
         floor = floor.args[0]
     # All of the tensor: a rowwise scale is no scalar.
-    if floor is not wide or scale.meta["val"].dim() != 0:
+    whole = (scale.meta["val"].dim() == 1 and [d % 2 for d in dims] == [1]) if rowwise else scale.meta["val"].dim() == 0
+    if floor is not wide or not whole:
         return None
     return Quantise(node, source, None, scale)
 

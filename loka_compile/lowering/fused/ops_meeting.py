@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.ahead import on_cuda
-from loka_compile.lowering.fused.configs import meeting_config
+from loka_compile.lowering.fused.configs import backward_config
 from loka_compile.lowering.fused.ops import FP8, LIBRARY
 
 #: As kernels.grid_barrier.STATE, which needs triton.
@@ -76,7 +76,7 @@ def _cuda(
     return block_norm_backward_fp8(
         grad.contiguous(), y.contiguous(), rstd.contiguous(), state, block=block, activation=activation, dtype=dtype,
         with_dx=with_dx, with_q=with_q, with_qt=with_qt, with_xt=with_xt,
-        config=meeting_config("block_norm_backward_fp8", *grad.shape),
+        config=backward_config("block_norm_backward_fp8", *grad.shape, grad.element_size()),
     )  # fmt: skip
 
 
