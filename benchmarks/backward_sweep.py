@@ -25,12 +25,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from _timing import copies_past_l2, measure  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
-from loka_compile.kernels.config import GemmConfig, BackwardConfig  # noqa: E402
+from loka_compile.kernels.config import BackwardConfig, GemmConfig  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
 GRADIENTS = ((4096, 512), (4096, 1024), (4096, 2048), (4096, 4096), (1024, 2048), (16384, 1024))
-#: Rows of a tile, warps, programs of a multiprocessor, whether what waits is kept in 16 bits.
-MEETING = ((32, 8, 2, False), (64, 16, 1, False), (64, 8, 2, True), (128, 16, 1, True))
+#: Rows of a tile, warps, programs of a multiprocessor, tiles that a program keeps at most.
+MEETING = ((32, 8, 2, 1), (64, 16, 1, 1), (32, 8, 2, 4), (64, 16, 1, 4))
+#: The same of the first of two kernels, which keeps none, and the tiles that it reads ahead, and one.
+TWO = ((32, 8, 3, 1, 2), (32, 8, 3, 1, 3), (32, 8, 2, 1, 3), (32, 8, 8, 1, 1))
 WEIGHTS = ((512, 4096), (1024, 4096), (2048, 4096))
 #: Rows, columns and K of a tile, warps, stages.
 GROUPED = ((64, 128, 128, 4, 4), (128, 128, 128, 4, 4), (128, 128, 128, 8, 3), (256, 128, 128, 8, 4))
@@ -55,8 +57,9 @@ def gradients(m: int, n: int) -> Arms:
     rstd = torch.rand(m, -(-n // 256), device="cuda") + 0.5
     state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
 
-    def two(g: torch.Tensor, y: torch.Tensor) -> object:
-        dx, amax, xt = block_norm_backward(g, y, rstd, block=256, activation="hardswish", with_xt=True)
+    def two(g: torch.Tensor, y: torch.Tensor, config: BackwardConfig) -> object:
+        how = {"block": 256, "activation": "hardswish", "with_xt": True, "config": config}
+        dx, amax, xt = block_norm_backward(g, y, rstd, **how)
         return cast_transpose(dx, amax, E4M3), xt
 
     def one(g: torch.Tensor, y: torch.Tensor, config: BackwardConfig) -> object:
@@ -64,10 +67,11 @@ def gradients(m: int, n: int) -> Arms:
             g, y, rstd, state, block=256, activation="hardswish", dtype=E4M3, with_xt=True, config=config
         )  # fmt: skip
 
-    arms: Arms = {"two kernels": [lambda g=g, y=y: two(g, y) for g, y in pairs]}
-    for values in MEETING:
-        config = BackwardConfig(*values)
-        arms[str(values)] = [lambda g=g, y=y, c=config: one(g, y, c) for g, y in pairs]
+    arms: Arms = {}
+    for make, name, configurations in ((two, "two kernels ", TWO), (one, "", MEETING)):
+        for values in configurations:
+            config = BackwardConfig(*values)
+            arms[f"{name}{values}"] = [lambda g=g, y=y, c=config, f=make: f(g, y, c) for g, y in pairs]
     return arms
 
 
@@ -110,7 +114,7 @@ def grad_inputs(width: int, batch: int) -> Arms:
     ]  # fmt: skip
     s, rstd = torch.full((), 0.1, device="cuda"), torch.rand(batch, -(-width // 256), device="cuda") + 0.5
     state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
-    rest = {"block": 256, "hardswish": True, "dtype": E4M3, "with_xt": True}
+    rest = {"block": 256, "activation": "hardswish", "dtype": E4M3, "with_xt": True}
 
     def two(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> object:
         g = torch._scaled_mm(a, b.t(), s, s, out_dtype=torch.bfloat16, use_fast_accum=True)

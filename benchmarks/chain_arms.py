@@ -134,6 +134,8 @@ def arms(
             frozen = {"freeze_weights": True}
             made["E all FP8, frozen"] = lambda: loka(copy.deepcopy(model), plan_of(model, fp8, fp8), **frozen)
             made["E first bf16, frozen"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, fp8), **frozen)
+            rows = "torch:rowwise_fast"
+            made["E first rowwise, frozen"] = lambda: loka(copy.deepcopy(model), plan_of(model, rows, fp8), **frozen)
             made["E by hand"] = lambda: PreparedChain(model)
     if "N" in wanted:
         made["E no FP8"] = lambda: loka(copy.deepcopy(model), plan_of(model, high, high))

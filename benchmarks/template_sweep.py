@@ -31,12 +31,14 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 CASES = (
     (E4M3, 4096, 512, 512, True), (E4M3, 4096, 512, 512, False), (BF16, 4096, 512, 512, False),
     (BF16, 4096, 1024, 1024, False), (E4M3, 4096, 1024, 1024, True), (E4M3, 1024, 7680, 256, False),
-    (E4M3, 4096, 2048, 2048, True), (BF16, 4096, 2048, 2048, False),
+    (E4M3, 4096, 2048, 2048, True), (BF16, 4096, 2048, 2048, False), (E4M3, 4096, 1024, 1024, False),
+    (E4M3, 16384, 1024, 1024, True), (E4M3, 1024, 2048, 4096, False), (E4M3, 1024, 4096, 2048, False),
+    (BF16, 1024, 2048, 4096, False), (BF16, 1024, 4096, 2560, False), (E4M3, 1024, 1024, 1024, True),
 )  # fmt: skip
 #: Rows, columns and bytes of K of a tile, warps, stages, by descriptors (and then persistent).
 SHAPES = (
-    (64, 256, 128, 8, 4, False), (64, 256, 128, 4, 4, False), (64, 256, 64, 4, 4, False), (64, 256, 128, 4, 4, True),
-    (128, 256, 128, 8, 3, True),
+    (64, 256, 128, 8, 4, False), (64, 256, 128, 4, 4, False), (64, 256, 64, 4, 4, False), (128, 256, 128, 8, 3, False),
+    (64, 256, 128, 4, 4, True), (128, 256, 128, 8, 3, True),
 )  # fmt: skip
 
 

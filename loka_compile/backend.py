@@ -15,7 +15,6 @@ from loka_compile._compat.versions import check_torch
 from loka_compile.config import LokaConfig
 from loka_compile.errors import ConfigError
 from loka_compile.gemm import Role
-from loka_compile.lowering import warm
 from loka_compile.lowering.hooks import Lowering
 from loka_compile.mods_warning import warn_about_mods
 from loka_compile.passes.manager import check_outputs, output_values, run_passes
@@ -70,7 +69,6 @@ def _compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: LokaConfig, patches: Mapping[str, Any], report: Report
 ) -> Compiled:
     device = device_of(example_inputs)
-    warm.warm_workers(device)  # first: what is done until they are needed is gained
     from loka_compile.compile_fx import compile_rewritten
 
     report.parameters = [weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)]

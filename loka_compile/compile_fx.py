@@ -11,7 +11,7 @@ from torch import fx
 
 from loka_compile._compat import cpp_loop_split, read_back
 from loka_compile.frozen import FrozenWeights, is_weight
-from loka_compile.lowering import warm
+from loka_compile.lowering import imports
 from loka_compile.lowering.decomposition_table import decompositions
 from loka_compile.lowering.hooks import Lowering, config_patches
 from loka_compile.report import new_report
@@ -36,7 +36,7 @@ def compile_rewritten(
     if lowering is None:
         plain: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=dict(patches) or None)  # type: ignore[assignment]
         return plain
-    warm.import_launched()
+    imports.import_launched(example_inputs)
     cpp_loop_split.install()
     read_back.install()
     merged = {**patches, **config_patches(lowering, patches)}

@@ -404,3 +404,22 @@ def test_a_loop_that_does_not_split_evenly_is_left_whole():
         for m, n in ((3, 384), (1, 384), (3, 512)):
             x, scale = torch.randn(m, n), torch.rand(m, 2)
             torch.testing.assert_close(compiled(x, scale), per_block(x, scale))
+
+
+def test_where_a_barrier_is_put_in_front_of_what_is_read_back():
+    """Torch does so itself from 2.14 on; before, ours stands in these methods (tests/lowering/test_quantize_codegen.py
+    looks at the code that comes out)."""
+    from torch._inductor.codegen.common import CSE
+    from torch._inductor.codegen.triton import TritonKernel
+
+    from loka_compile._compat import read_back
+
+    read_back.install()
+    load = TritonKernel.load
+    read_back.install()
+    assert TritonKernel.load is load, "installed twice"
+    assert "invalidated_stores" in inspect.getsource(CSE.invalidate)
+    original = inspect.unwrap(load)
+    assert list(inspect.signature(original).parameters) == ["self", "name", "index"]
+    assert "self.get_load_buffer(indexing)" in inspect.getsource(original)
+    assert getattr(load, "_loka", False) != ("debug_barrier" in inspect.getsource(original))

@@ -1,15 +1,13 @@
 """Triton kernels built by Inductor's worker processes before they are launched, through Triton's cache on disk.
 
-Private: ``FakeTensorMode``, ``AsyncCompile`` with ``use_process_pool``, ``process_pool`` and ``wait``,
-``get_compile_threads``, ``triton_heuristics``, ``triton_helpers.set_driver_to_gpu`` (torch 2.11 to 2.14), Triton's
-``jit_cache_hook``, ``JITFunction.preload``, ``DriverConfig._active`` and ``CudaLauncher`` (triton 3.6 to 3.8). Where
-one of them is missing a kernel is built at its first launch, as it would be without this file.
+Private: ``FakeTensorMode``, ``AsyncCompile`` with ``use_process_pool``, ``process_pool`` and ``wait`` (torch 2.11 to
+2.14), Triton's ``jit_cache_hook``, ``JITFunction.preload``, ``DriverConfig._active`` and ``CudaLauncher`` (triton 3.6
+to 3.8). Where one of them is missing a kernel is built at its first launch, as it would be without this file.
 """
 
 from __future__ import annotations
 
 import importlib
-import linecache
 import logging
 import os
 import threading
@@ -145,37 +143,13 @@ def relevant_environment(device: int | None = None) -> dict[str, str]:
     return found
 
 
-def warm(environment: Mapping[str, str]) -> None:
-    """What a worker process does once, at its first kernel of Inductor's, whichever that is: import, find the GPU.
-
-    Never asks for the version of ptxas: the answer is kept and is part of every key, and which ptxas it is about is
-    for the task of a kernel to say.
-    """
-    from torch._inductor.runtime import triton_helpers, triton_heuristics  # noqa: F401
-
-    linecache.clearcache()  # lines read before the fork; Inductor does it after each kernel, and the first time is slow
-    with _environment(environment):  # the driver's C code comes from Triton's cache
-        triton_helpers.set_driver_to_gpu()
-
-
 def submit(launch: Launch, device: int) -> Future[None] | None:
     """Have a launch built by one of Inductor's workers; None where there are none, or none yet."""
-    pool = _pool()
-    return None if pool is None else pool.submit(build, launch, relevant_environment(device))
+    from torch._inductor.async_compile import AsyncCompile
 
-
-def warm_workers(device: int) -> list[Future[None]]:
-    """Have each of Inductor's workers do what comes before its first kernel; empty where there are none, or none yet.
-
-    Each of them, because the next task goes to the one that has been idle longest.
-    """
-    from torch._inductor.async_compile import get_compile_threads
-
-    pool = _pool()
-    if pool is None:
-        return []
-    environment = relevant_environment(device)
-    return [pool.submit(warm, environment) for _ in range(get_compile_threads())]
+    if not AsyncCompile.use_process_pool():
+        return None
+    return AsyncCompile.process_pool().submit(build, launch, relevant_environment(device))
 
 
 def at_next_wait(begin: Callable[[], None]) -> None:
@@ -192,9 +166,3 @@ def at_next_wait(begin: Callable[[], None]) -> None:
         original(self, scope)
 
     AsyncCompile.wait = wait  # type: ignore[method-assign]
-
-
-def _pool() -> Any:
-    from torch._inductor.async_compile import AsyncCompile
-
-    return AsyncCompile.process_pool() if AsyncCompile.use_process_pool() else None

@@ -1,10 +1,11 @@
 """Inductor's kernels wait before they read what they wrote.
 
 A kernel with several loops over a long row may store a value in one of them and load it in a later one
-(``CSE.invalidated_stores``). Triton can give that load another layout than the store had, such as that of the transposed
-store behind it, so that a thread reads what another one wrote; without a barrier it may not be there yet. On an H200 with
-torch 2.11 a rowwise grad_weight came out wrong by 20 to 40 %, another way in each run. pytorch issue 190517, mended by
-pull request 190519 in torch 2.14 (triton-lang/triton issue 10924); torch 2.11 to 2.13 are mended here, in the same way.
+(``CSE.invalidated_stores``). Triton can give that load another layout than the store had, such as that of the
+transposed store behind it, so that a thread reads what another one wrote; without a barrier it may not be there yet.
+On an H200 with torch 2.11 a rowwise grad_weight came out wrong by 20 to 40 %, another way in each run. pytorch issue
+190517, mended by pull request 190519 in torch 2.14 (triton-lang/triton issue 10924); torch 2.11 to 2.13 are mended
+here, in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def install() -> None:
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.triton import TritonKernel
 
-    load, load_buffer = TritonKernel.load, TritonKernel.get_load_buffer
+    load: Any = TritonKernel.load
+    load_buffer: Any = TritonKernel.get_load_buffer
     if getattr(load, "_loka", False) or "debug_barrier" in inspect.getsource(load):
         return
 
@@ -40,5 +42,5 @@ def install() -> None:
         return buffer
 
     load_behind_barrier._loka = True  # type: ignore[attr-defined]
-    TritonKernel.load = load_behind_barrier  # type: ignore[method-assign, assignment]
+    TritonKernel.load = load_behind_barrier  # type: ignore[method-assign]
     TritonKernel.get_load_buffer = buffer_with_barrier  # type: ignore[method-assign]

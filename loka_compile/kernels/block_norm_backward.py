@@ -23,7 +23,7 @@ from loka_compile.kernels.gradient_tile import gradients
 from loka_compile.kernels.running import run_kernel
 
 #: Best of those tried on an H200 (benchmarks/backward_sweep.py).
-CONFIG = BackwardConfig(32, 8, 3, stages=3)
+CONFIG = BackwardConfig(32, 8, 3, stages=2)
 
 
 @triton.jit

@@ -72,9 +72,10 @@ def _write(
 @triton.jit
 def _zeros(KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """What a program keeps before it has any: two tiles of words for each tile."""
-    kept = (tl.zeros((ROWS, COLUMNS), dtype=tl.int32), tl.zeros((ROWS, COLUMNS), dtype=tl.int32))
+    one = (tl.zeros((ROWS, COLUMNS), dtype=tl.int32), tl.zeros((ROWS, COLUMNS), dtype=tl.int32))
+    kept = one
     for _ in tl.static_range(KEEP - 1):
-        kept = kept + (tl.zeros((ROWS, COLUMNS), dtype=tl.int32), tl.zeros((ROWS, COLUMNS), dtype=tl.int32))
+        kept = kept + one  # type: ignore[assignment]
     return kept
 
 
@@ -102,7 +103,7 @@ def _backward_fp8_kernel(
                 tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
             )  # fmt: skip
             largest = turned.largest_halves(largest, low, high)
-            kept = kept[2:] + (low, high)
+            kept = kept[2:] + (low, high)  # noqa: RUF005  (Triton knows no starred values)
         # Of the rounded values, so that none exceeds it.
         best = turned.largest_of_halves(largest, TYPE)
     elif PHASE != 2:

@@ -17,7 +17,8 @@ from loka_compile.kernels.running import run_kernel
 
 @triton.jit
 def _load(X, rm, rn, M, N):
-    return tl.load(X + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=(rm[:, None] < M) & (rn[None, :] < N), other=0.0)
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    return tl.load(X + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

@@ -40,14 +40,6 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def anew(x, PTX: tl.constexpr):
-    """The int32 x, of which the compiler cannot know that it has computed anything from it before."""
-    if PTX:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
-    return x
-
-
-@triton.jit
 def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Row and column tile of a program. GROUP_M row tiles share a column tile before the next column: L2 keeps B."""
     grid_m = tl.cdiv(M, BLOCK_M)

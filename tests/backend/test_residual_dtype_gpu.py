@@ -168,8 +168,8 @@ def test_autocast_inside_the_model_and_in_fp16():
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_under_an_fp8_plan(fuse, recipe):
-    """Fused chains end in a cast that more than the quantisation reads. Every gradient is right, and the same again: one
-    alone was wrong, where a kernel of Inductor's read what it wrote without waiting (_compat/read_back.py)."""
+    """Fused chains end in a cast that more than the quantisation reads. Every gradient is right, and the same again:
+    one alone was wrong, where a kernel of Inductor's read what it wrote without waiting (_compat/read_back.py)."""
     from loka_compile.gemm import Role
     from loka_compile.plan import Decision, Plan
 

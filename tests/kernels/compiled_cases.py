@@ -28,8 +28,8 @@ from loka_compile.kernels import (
     scaled_gemm,
 )  # fmt: skip
 from loka_compile.kernels.config import GemmConfig
-from loka_compile.lowering.fused.configs import config_for as shipped
 from loka_compile.lowering.fused.configs import backward_config, find, gemm_kernel
+from loka_compile.lowering.fused.configs import config_for as shipped
 from loka_compile.lowering.providers.triton_configs import config_for
 
 FP8 = torch.float8_e4m3fn
@@ -58,7 +58,8 @@ def watch(found: list[dict[str, Any]]) -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     grid_barrier.phases = lambda device: (0,)  # as on a GPU
     for module in (
-        block_norm_backward, block_norm_backward_fp8, gemm_block_norm, grad_input_fp8, grouped_gemm, quantize, scaled_gemm
+        block_norm_backward, block_norm_backward_fp8, gemm_block_norm, grad_input_fp8, grouped_gemm, quantize,
+        scaled_gemm,
     ):  # fmt: skip
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("kernel"):

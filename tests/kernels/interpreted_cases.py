@@ -19,7 +19,7 @@ from loka_compile.kernels import reference as ref
 from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.block_norm_backward_fp8 import block_norm_backward_fp8
 from loka_compile.kernels.cast import cast_transpose, quantize_weights
-from loka_compile.kernels.config import GemmConfig, BackwardConfig
+from loka_compile.kernels.config import BackwardConfig, GemmConfig
 from loka_compile.kernels.gemm_block_norm import launch
 from loka_compile.kernels.grad_input_fp8 import grad_input_fp8
 from loka_compile.kernels.grid_barrier import STATE

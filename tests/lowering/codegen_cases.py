@@ -113,6 +113,7 @@ def joined(a: Any, b: Any, sa: Any, sb: Any) -> Any:
 CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "joined": (joined, 4096, 1024, 1024, None),
     "inference": (inference, 4096, 1024, 1024, None),
+    "more tiles than multiprocessors": (training, 4096, 2048, 1024, None),
     "training": (training, 4096, 1024, 1024, None),
     "short last block": (training, 199, 384, 64, None),
     "unaligned": (inference, 199, 512, 13, None),
@@ -154,6 +155,7 @@ WHOLE: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
 #: Cases whose template is also compiled for an sm_90, to see what it takes.
 COMPILED = {
     "training",
+    "more tiles than multiprocessors",
     *SPLIT,
     *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish"))),
 }

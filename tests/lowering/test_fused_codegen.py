@@ -28,6 +28,7 @@ def generated() -> dict[str, Any]:
     [
         ("inference", 1),
         ("training", 3),
+        ("more tiles than multiprocessors", 3),
         ("short last block", 3),
         ("unaligned", 1),
         ("residual", 1),
@@ -71,8 +72,9 @@ def test_what_is_materialised_is_written_by_kernels_that_end_there(generated: di
     assert "_mul_" not in rounding
 
 
-def test_descriptors_only_where_rows_are_aligned(generated: dict[str, Any]) -> None:
-    assert generated["inference"]["descriptors"] == 2
+def test_descriptors_only_where_a_program_has_a_next_tile_to_read_ahead(generated: dict[str, Any]) -> None:
+    assert generated["more tiles than multiprocessors"]["descriptors"] == 2
+    assert generated["inference"]["descriptors"] == 0
     assert generated["unaligned"]["descriptors"] == 0
 
 
@@ -96,7 +98,7 @@ def test_nothing_is_written_before_the_kernel_in_front_has_ended(generated: dict
     compiled = [found for found in generated.values() if "early" in found]
     assert len(compiled) > 10
     assert all(found["early"] == [] for found in compiled)
-    assert generated["training"]["scratch"] > 0
+    assert generated["more tiles than multiprocessors"]["scratch"] > 0
     assert generated["split"]["scratch"] > 0
 
 

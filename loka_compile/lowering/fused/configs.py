@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loka_compile.kernels.config import GemmConfig, BackwardConfig
+from loka_compile.kernels.config import BackwardConfig, GemmConfig
 
 _DATA = Path(__file__).parents[2] / "data" / "fused_h200.json"
 

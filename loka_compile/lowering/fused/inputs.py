@@ -29,7 +29,8 @@ def quantise_inputs(graph: fx.Graph, report: Report) -> int:
         for source, dtype in dict.fromkeys((q.source, q.dtype) for q in chosen):
             same = [q for q in chosen if q.source is source and q.dtype == dtype]
             _quantise(graph, source, same, rowwise)
-            report.fusions.append(f"{source.name}: {'rowwise' if rowwise else 'amax and'} FP8 of an input by our kernels")
+            kind = "rowwise" if rowwise else "amax and"
+            report.fusions.append(f"{source.name}: {kind} FP8 of an input by our kernels")
         count += len(chosen)
     return count
 

@@ -73,10 +73,11 @@ def _cuda(
 
     if grad.numel() == 0:
         return _any(grad, y, rstd, state, block, activation, dtype, with_dx, with_q, with_qt, with_xt)
+    m, n = grad.shape
     return block_norm_backward_fp8(
         grad.contiguous(), y.contiguous(), rstd.contiguous(), state, block=block, activation=activation, dtype=dtype,
         with_dx=with_dx, with_q=with_q, with_qt=with_qt, with_xt=with_xt,
-        config=backward_config("block_norm_backward_fp8", *grad.shape, grad.element_size()),
+        config=backward_config("block_norm_backward_fp8", m, n, grad.element_size()),
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Has imported ahead what the end of a compile would wait for.
+"""Has imported ahead what this process would import at its first launch.
 
-Where all caches hit, much of a compile is imports: a worker process of Inductor's is given its first kernel, and this
-process launches its first. Both sets are begun here, once a process, for CUDA and where there are workers. What fails
-is left to the place that needs it, which says so.
+Where all caches hit, much of a compile is imports. They are done in a thread while this process waits for a worker of
+Inductor's, which loads the kernels that begin early. (To have the workers themselves import ahead was measured too, and
+took as long as it gained.) What fails is left to the launch, which says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import importlib
 import logging
 import os
 import threading
-from concurrent.futures import Future
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,29 +31,17 @@ LAUNCHED = (
 #: Seconds that a fork waits for the imports.
 PATIENCE = 1.0
 
-_workers: list[Future[None]] = []
-#: Imports; begun at the next wait.
+#: Begun at the next wait, once a process.
 _thread: threading.Thread | None = None
 
 
-def warm_workers(device: torch.device) -> None:
-    """Let Inductor's workers, where they are ready, prepare for the kernels of a graph on ``device``."""
-    if _workers or device.type != "cuda":
-        return
-    try:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        _workers.extend(kernel_cache.warm_workers(index))
-    except Exception:
-        logger.debug("no worker is warmed", exc_info=True)
-
-
-def import_launched() -> None:
-    """Import what a chain's launches import in a thread, once this one waits for the workers that are being warmed.
+def import_launched(inputs: Sequence[Any]) -> None:
+    """Import what the launches of a graph on CUDA import in a thread, once this process waits for a worker.
 
     Not before: Python runs one thread at a time, and the compile would stand still for what another one gets done.
     """
     global _thread
-    if _thread is None and _workers:
+    if _thread is None and any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
         _thread = threading.Thread(target=_import, name="loka-imports", daemon=True)
         try:
             kernel_cache.at_next_wait(_begin)
@@ -83,10 +72,9 @@ def _before_fork() -> None:
 
 
 def _forget() -> None:
-    """In a forked process, which has none of this one's workers and threads."""
+    """In a forked process, which has none of this one's threads."""
     global _thread
     _thread = None
-    _workers.clear()
 
 
 if hasattr(os, "register_at_fork"):
