@@ -164,12 +164,12 @@ def test_frozen_weights_are_quantised_when_compiling(fuse):
         with torch.no_grad(), inductor_config.patch(freezing=freezing):
             outs.append(compiled(x))
         graphs.append(loka_compile.reports()[-1].graph("forward"))
-    # What our kernel quantises: the input and all weights, or the input alone where the weights are constants.
-    quantised = [re.findall(r"quantize_weights\.default\(\[(.*?)\]", graph) for graph in graphs]
-    assert [[len(tensors.split(", ")) for tensors in calls] for calls in quantised] == (
-        [[4], [1]] if fuse else [[], []]
-    )
-    assert "_frozen_param" not in "".join(quantised[1])
+    # What our kernels quantise: the input and all weights together, or the input alone where the weights are constants.
+    together = [re.findall(r"quantize_weights\.default\(\[(.*?)\]", graph) for graph in graphs]
+    assert [[len(tensors.split(", ")) for tensors in calls] for calls in together] == ([[4], []] if fuse else [[], []])
+    alone = [re.findall(r"quantize_fp8\.default\((\w+)", graph) for graph in graphs]
+    assert [len(calls) for calls in alone] == ([0, 1] if fuse else [0, 0])
+    assert "_frozen_param" not in "".join(alone[1])
     assert graphs[1].count("torch.ops.loka.gemm_block_norm.default(") == (3 if fuse else 0)
     if fuse:
         # Our kernel takes the scale's inverse in one rounding, aten in two. A bf16 value can lie exactly between two
