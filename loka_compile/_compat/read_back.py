@@ -5,7 +5,7 @@ A kernel with several loops over a long row may store a value in one of them and
 transposed store behind it, so that a thread reads what another one wrote; without a barrier it may not be there yet.
 On an H200 with torch 2.11 a rowwise grad_weight came out wrong by 20 to 40 %, another way in each run. pytorch issue
 190517, mended by pull request 190519 in torch 2.14 (triton-lang/triton issue 10924); torch 2.11 to 2.13 are mended
-here, in the same way.
+here in the same way, for Triton on a CPU too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 What :mod:`loka_compile.kernels.block_norm_backward` and :func:`loka_compile.kernels.cast.cast_transpose` do in two: the
 programs find the largest |dx| of the whole tensor, meet, and cast. The scale is tensorwise, so the GEMMs behind it stay
-those of the plan. A program that has one tile keeps it in registers over the meeting (rounded to 16 bits where they
-would not suffice); with more it computes them again from what it just read. dx itself is not written unless asked for.
+those of the plan. A program that has one tile keeps it in registers over the meeting, up to ``keep`` of them rounded to
+16 bits, as words of two. With more, or with more than one in fp32, it computes them again from what it just read. dx
+itself is not written unless asked for.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _backward_fp8_kernel(
     G, Y, RSTD, DX, Q, QT, XT, SCALE, STATE, M, N, words, tiles, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, WRITE_DX: tl.constexpr,
     WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, WRITE_XT: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
-    KEEP: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
+    KEEP: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     step = tl.num_programs(0)
@@ -98,7 +99,7 @@ def _backward_fp8_kernel(
         # Loops, not unrolled: else the compiler moves work between tiles, and what it holds meanwhile is spilled.
         kept = _zeros(KEEP, BLOCK_M // 4, BLOCK_N)
         largest = tl.zeros((BLOCK_M // 4, BLOCK_N), dtype=tl.int32)
-        for tile in tl.range(first, tiles, step, num_stages=STAGES):
+        for tile in range(first, tiles, step):
             low, high = _halved_gradients(
                 tile, G, Y, RSTD, XT, M, N, words, BLOCK_M, BLOCK_N, NORM, ACT, WRITE_XT and PHASE != 2, WORDS, PTX
             )  # fmt: skip
@@ -179,7 +180,7 @@ def block_norm_backward_fp8(
             grad, y, rstd, dx, q, qt, xt, scale, state, m, n, m // 4, tiles,
             LIMIT=LIMITS[dtype], FLOOR=AMAX_FLOOR, BLOCK_M=config.block_m, BLOCK_N=block_n, NORM=norm, ACT=activation,
             WRITE_DX=with_dx, WRITE_Q=with_q, WRITE_QT=with_qt, WRITE_XT=with_xt, WORDS=m % 4 == 0,
-            PTX=dev.ptx(device), KEEP=keep, PHASE=phase, STAGES=config.stages,
+            PTX=dev.ptx(device), KEEP=keep, PHASE=phase,
             num_warps=config.warps, num_stages=1, **grid.together(device, config.registers),
         )  # fmt: skip
     return dx, q, qt, scale, xt

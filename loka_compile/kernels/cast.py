@@ -16,21 +16,6 @@ from loka_compile.kernels.running import run_kernel
 
 
 @triton.jit
-def _load(X, rm, rn, M, N):
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    return tl.load(X + rm.to(tl.int64)[:, None] * N + rn[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _load4(X, rw, rn, M, N):
-    """Rows 4 * rw to 4 * rw + 3 as four tiles (see kernels/turned.py)."""
-    return (
-        _load(X, 4 * rw, rn, M, N), _load(X, 4 * rw + 1, rn, M, N), _load(X, 4 * rw + 2, rn, M, N),
-        _load(X, 4 * rw + 3, rn, M, N),
-    )  # fmt: skip
-
-
-@triton.jit
 def _cast_transpose_kernel(
     X, PARTS, Q, QT, SCALE, M, N, words, count, LIMIT: tl.constexpr, FLOOR: tl.constexpr, CHUNK: tl.constexpr,
     WRITE_Q: tl.constexpr, WRITE_QT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
@@ -42,7 +27,7 @@ def _cast_transpose_kernel(
     grid_n = tl.cdiv(N, BLOCK_N)
     rw = (pid // grid_n) * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
     rn = (pid % grid_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = _load4(X, rw, rn, M, N)
+    x = turned.load4(X, rw, rn, M, N, N)
     amax = dev.amax_of(PARTS, count, FLOOR, CHUNK)
     if pid == 0:
         tl.store(SCALE, amax / LIMIT)
@@ -120,7 +105,7 @@ def _cast_weights_kernel(
     grid_n = tl.cdiv(N, BLOCK_N)
     rw = (pid - first) // grid_n * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
     rn = (pid - first) % grid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = _load4(_of(pid, starts, XS, COUNT), rw, rn, M, N)
+    x = turned.load4(_of(pid, starts, XS, COUNT), rw, rn, M, N, N)
     Q, QT = _of(pid, starts, QS, COUNT), _of(pid, starts, QTS, COUNT)
     turned.write4(x, LIMIT / amax, Q, QT, rw, rn, M, N, M // 4, LIMIT, True, False, WORDS, PTX)
     if _of(pid, starts, turned_too, COUNT) != 0:

@@ -1,4 +1,4 @@
-"""The configuration of a GEMM kernel. No torch import."""
+"""The configurations of GEMM kernels and of a gradient's kernels. No torch import."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ def scaling_of(
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tile and residency of a kernel whose programs meet: ``resident`` programs of ``warps`` warps share a
-    multiprocessor, and their registers are bounded so that they fit."""
+    """How a gradient's kernel walks over its tiles: ``resident`` programs of ``warps`` warps share a multiprocessor,
+    and their registers are bounded so that they fit."""
 
     block_m: int = 32
     warps: int = 8
     resident: int = 2
     #: Tiles that a program may keep over the meeting, two or more in 16 bits: half of the registers, one rounding more.
     keep: int = 1
-    #: Tiles that are read ahead, and one.
+    #: Stages of the pipeline where programs do not meet: a program reads ``stages - 1`` tiles ahead.
     stages: int = 1
 
     @property

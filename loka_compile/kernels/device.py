@@ -247,15 +247,9 @@ def wide(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def largest_of(tile_bits):
-    """The largest of a tile of :func:`bits`, as fp32; NaN if there is one."""
-    return tl.max(tl.max(tile_bits, axis=1), axis=0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def amax(x):
-    """Largest |x| of a tile; NaN if there is one."""
-    return largest_of(bits(x))
+    """Largest |x| of a tile, as fp32; NaN if there is one."""
+    return tl.max(tl.max(bits(x), axis=1), axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from loka_compile.kernels import device as dev
+from loka_compile.kernels import turned
 
 #: Bits of the smallest amax, 1e-12, as an integer that orders like the number.
 _FLOOR = tl.constexpr(0x2B8CBCCC)
@@ -35,21 +36,6 @@ def _scale_of(largest, LIMIT: tl.constexpr, PTX: tl.constexpr):
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
     return scale, 1.0 / scale
-
-
-@triton.jit
-def _load(X, rm, rn, M, N, stride):
-    mask = (rm[:, None] < M) & (rn[None, :] < N)
-    return tl.load(X + rm.to(tl.int64)[:, None] * stride + rn[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def _load4(X, rw, rn, M, N, stride):
-    """Rows 4 * rw to 4 * rw + 3, as four tiles: a thread has the same element of each."""
-    return (
-        _load(X, 4 * rw, rn, M, N, stride), _load(X, 4 * rw + 1, rn, M, N, stride),
-        _load(X, 4 * rw + 2, rn, M, N, stride), _load(X, 4 * rw + 3, rn, M, N, stride),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -73,27 +59,12 @@ def _store_q(Q, x, inverse, rm, rn, M, N, TYPE: tl.constexpr, LIMIT: tl.constexp
 
 
 @triton.jit
-def _store_words(QT, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
-    """Words of four rows of x as the rows rn of x.T: each of ``words`` words, or of M bytes that are no whole words."""
-    row = rn.to(tl.int64)[:, None]
-    packed = tl.trans(packed)
-    if WORDS:
-        ptr = QT.to(tl.pointer_type(tl.int32), bitcast=True) + row * words + rw[None, :]
-        tl.store(ptr, packed, mask=(rn[:, None] < N) & (rw[None, :] < words))
-    else:
-        ptr = QT.to(tl.pointer_type(tl.uint8), bitcast=True) + row * M + 4 * rw[None, :]
-        for i in tl.static_range(4):
-            mask = (rn[:, None] < N) & (4 * rw[None, :] + i < M)
-            tl.store(ptr + i, (packed >> (8 * i)).to(tl.uint8), mask=mask)
-
-
-@triton.jit
 def _store_qt(
     QT, x, inverse, rw, rn, M, N, words, WORDS: tl.constexpr, TYPE: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr
 ):
     """Four tiles of rows as x.T."""
     packed = dev.pack4(x[0], x[1], x[2], x[3], inverse, TYPE, LIMIT, PTX)
-    _store_words(QT, packed, rw, rn, M, N, words, WORDS)
+    turned.store_turned(QT, packed, rw, rn, M, N, words, WORDS)
 
 
 @triton.jit
@@ -107,7 +78,7 @@ def _blocks(
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rb = pid_n * COUNT + tl.arange(0, COUNT)
     blocks = tl.cdiv(N, 128)
-    x = _load(X, rm, rn, M, N, stride)
+    x = turned.load(X, rm, rn, M, N, stride)
     if SQUARE:
         tiles = tl.reshape(x, (BLOCK_M // 128, 128, COUNT, 128))
         scale, inverse = _scale_of(tl.max(tl.max(dev.bits(tiles), axis=3), axis=1), LIMIT, PTX)
@@ -131,7 +102,7 @@ def _blocks_t(
     """x.T of a tile of 128 rows, and x too if asked for."""
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rw = pid_m * 32 + tl.arange(0, 32)
-    x = _load4(X, rw, rn, M, N, stride)
+    x = turned.load4(X, rw, rn, M, N, stride)
     if SQUARE:
         scale, inverse = _scale_of(tl.max(_bits4(x)), LIMIT, PTX)
         x = (_held(x[0], HELD), _held(x[1], HELD), _held(x[2], HELD), _held(x[3], HELD))
@@ -180,16 +151,16 @@ def _rows_kernel(
     rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tl.arange(0, BLOCK_N)
     if ONCE:
-        x = _load(X, rm, rn, M, N, stride)
+        x = turned.load(X, rm, rn, M, N, stride)
         scale, inverse = _scale_of(tl.max(dev.bits(x), axis=1), LIMIT, PTX)
         _store_q(Q, x, inverse[:, None], rm, rn, M, N, TYPE, LIMIT, PTX)
     else:
         largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
         for start in range(0, N, BLOCK_N):
-            largest = tl.maximum(largest, dev.bits(_load(X, rm, start + rn, M, N, stride)))
+            largest = tl.maximum(largest, dev.bits(turned.load(X, rm, start + rn, M, N, stride)))
         scale, inverse = _scale_of(tl.max(largest, axis=1), LIMIT, PTX)
         for start in range(0, N, BLOCK_N):
-            x = _load(X, rm, start + rn, M, N, stride)
+            x = turned.load(X, rm, start + rn, M, N, stride)
             _store_q(Q, x, inverse[:, None], rm, start + rn, M, N, TYPE, LIMIT, PTX)
     tl.store(S + rm, scale, mask=rm < M)
 
@@ -218,7 +189,7 @@ def _amax_kernel(
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for _ in tl.static_range(STEPS):
-        size = dev.bits(_load(X, rm, rn, M, N, stride))
+        size = dev.bits(turned.load(X, rm, rn, M, N, stride))
         if BY_ROW:
             tl.atomic_max(ROWS + rm, tl.max(size, axis=1), mask=rm < M, sem="relaxed")
         largest = tl.maximum(largest, size)
@@ -249,7 +220,7 @@ def _cast_kernel(
             tl.store(ST, scale, mask=pid == 0)
     if WRITE_QT:
         rw = pid_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
-        x = _load4(X, rw, rn, M, N, stride)
+        x = turned.load4(X, rw, rn, M, N, stride)
         if WRITE_Q:
             for i in tl.static_range(4):
                 rm = 4 * rw + i
@@ -267,4 +238,4 @@ def _cast_kernel(
             _store_qt(QT, x, inverse[None, :], rw, rn, M, N, words, WORDS, TYPE, LIMIT, PTX)
     else:
         rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        _store_q(Q, _load(X, rm, rn, M, N, stride), inverse, rm, rn, M, N, TYPE, LIMIT, PTX)
+        _store_q(Q, turned.load(X, rm, rn, M, N, stride), inverse, rm, rn, M, N, TYPE, LIMIT, PTX)

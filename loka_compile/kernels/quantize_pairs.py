@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from loka_compile.kernels import device as dev
-from loka_compile.kernels.quantize_kernels import _load, _load4, _scale_of, _store_q, _store_words
+from loka_compile.kernels import turned
+from loka_compile.kernels.quantize_kernels import _scale_of, _store_q
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def _turn_pairs(
     X_TYPE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """x.T in 1x128 of 128 rows and WIDTH columns; returns the maxima of the rows, in pairs,
-    as :func:`_load4` has them."""
+    as :func:`loka_compile.kernels.turned.load4` has them."""
     a, b, c, d = x[0] & 0x7FFF7FFF, x[1] & 0x7FFF7FFF, x[2] & 0x7FFF7FFF, x[3] & 0x7FFF7FFF
     largest = _max_pairs(_max_pairs(a, b, PTX), _max_pairs(c, d, PTX), PTX)
     # Before x is unpacked, so that its magnitudes need no registers then.
@@ -87,7 +88,7 @@ def _turn_pairs(
         LIMIT, PTX,
     )  # fmt: skip
     rw = pid_m * 32 + tl.arange(0, 32)
-    _store_words(QT, tl.reshape(tl.join(low, high), (32, WIDTH)), rw, rn, M, N, words, WORDS)
+    turned.store_turned(QT, tl.reshape(tl.join(low, high), (32, WIDTH)), rw, rn, M, N, words, WORDS)
     return rows
 
 
@@ -103,7 +104,7 @@ def _both_1x128_kernel(
     rw = pid_m * 32 + tl.arange(0, 32)
     for part in tl.static_range(PARTS):
         at = pid_n * PARTS + part
-        x = _load4(X, rw, at * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2), M, N // 2, stride)
+        x = turned.load4(X, rw, at * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2), M, N // 2, stride)
         rn = at * BLOCK_N + tl.arange(0, BLOCK_N)
         found = _turn_pairs(x, QT, ST, pid_m, rn, M, N, words, WORDS, TYPE, LIMIT, X_TYPE, PTX, BLOCK_N)
         if part == 0:
@@ -121,7 +122,7 @@ def _both_1x128_kernel(
         rn = at * BLOCK_N + tl.arange(0, BLOCK_N)
         if part > 0:
             # From the L1 cache; the last part is still in registers.
-            x = _load4(X, rw, at * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2), M, N // 2, stride)
+            x = turned.load4(X, rw, at * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2), M, N // 2, stride)
         # Eight numbers a thread, as it has them: more in a store would mean to exchange them first.
         rn = tl.max_contiguous(tl.multiple_of(rn, 8), 8)
         for i in tl.static_range(4):
@@ -145,7 +146,7 @@ def _amax_pairs_kernel(
     rn = pid_n * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
     largest = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for _ in tl.static_range(STEPS):
-        size = _load(X, rm, rp, M, N, stride) & 0x7FFF7FFF
+        size = turned.load(X, rm, rp, M, N, stride) & 0x7FFF7FFF
         tl.atomic_max(ROWS + rm, _of_row(_largest_pairs(size, 1, PTX), X_TYPE), mask=rm < M, sem="relaxed")
         largest = _max_pairs(largest, size, PTX)
         rm += BLOCK_M

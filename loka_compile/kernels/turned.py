@@ -14,6 +14,22 @@ from loka_compile.kernels import device as dev
 
 
 @triton.jit
+def load(X, rm, rn, M, N, stride):
+    """Rows ``rm`` and columns ``rn`` of X, whose rows are ``stride`` apart; zero outside [M, N]."""
+    mask = (rm[:, None] < M) & (rn[None, :] < N)
+    return tl.load(X + rm.to(tl.int64)[:, None] * stride + rn[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def load4(X, rw, rn, M, N, stride):
+    """Rows 4 * rw to 4 * rw + 3, as four tiles: a thread has the same element of each."""
+    return (
+        load(X, 4 * rw, rn, M, N, stride), load(X, 4 * rw + 1, rn, M, N, stride),
+        load(X, 4 * rw + 2, rn, M, N, stride), load(X, 4 * rw + 3, rn, M, N, stride),
+    )  # fmt: skip
+
+
+@triton.jit
 def store_turned(T, packed, rw, rn, M, N, words, WORDS: tl.constexpr):
     """Words of four FP8 rows each as rows of the transpose, which are ``words`` long;
     M bytes if 4 does not divide M."""

@@ -26,7 +26,7 @@ LAUNCHED = (
     "triton.tools.tensor_descriptor",
     "triton.experimental.gluon.nvidia.hopper",
     "loka_compile.kernels.cast",
-    "loka_compile.kernels.block_norm_backward",
+    "loka_compile.kernels.block_norm_backward_fp8",
 )
 #: Seconds that a fork waits for the imports.
 PATIENCE = 1.0

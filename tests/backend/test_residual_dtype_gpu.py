@@ -195,4 +195,3 @@ def test_under_an_fp8_plan(fuse, recipe):
         assert all(torch.equal(a, b) for a, b in zip(again[0], found[0], strict=True))
         assert [n for n, g in found[1].items() if g is not None and not torch.equal(g, again[1][n])] == []
     assert mean["autocast"] < 1.2 * mean["model"], mean
-    assert mean["model"] < 0.15

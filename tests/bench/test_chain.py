@@ -75,23 +75,26 @@ def test_a_broken_arm_is_noted_and_the_others_are_measured(monkeypatch: pytest.M
 
 
 def test_compile_times_are_of_processes_with_the_same_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches: list[tuple[str, Path]] = []
+    """And the first process of each arm, which writes the bytecode that all read, has other caches and no say."""
+    started: list[tuple[str, Path, Path]] = []
 
-    def start(arm: str, batch: int, width: int, layers: int, where: Path) -> subprocess.Popen[str]:
-        caches.append((arm, where))
-        code = (
-            f"print('noise'); print({len(caches)}.5)" if arm == "A" or len(caches) < 3 else "raise SystemExit('broken')"
-        )
+    def start(arm: str, batch: int, width: int, layers: int, caches: Path, bytecode: Path) -> subprocess.Popen[str]:
+        started.append((arm, caches, bytecode))
+        broken = arm == "E" and len(started) > 4
+        code = "raise SystemExit('broken')" if broken else f"print('noise'); print({10 - len(started)}.5)"
         return subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
 
     monkeypatch.setattr(compile_times, "_start", start)
     with pytest.raises(RuntimeError, match="E warm: broken"):
         compile_times.measure()
-    assert [arm for arm, _ in caches] == ["A", "E", "A", "E"]
-    assert caches[0][1] == caches[2][1] != caches[1][1]
-    caches.clear()
+    assert [arm for arm, *_ in started] == ["A", "E"] * 3
+    assert len({bytecode for *_, bytecode in started}) == 1
+    folders = [caches for _, caches, _ in started]
+    assert folders[2] == folders[4] != folders[3] == folders[5]
+    assert len(set(folders)) == 4
+    started.clear()
     monkeypatch.setattr(compile_times, "ARMS", {"A": "A"})
-    assert compile_times.measure() == {"A": {"cold": 1.5, "warm": 2.5}}
+    assert compile_times.measure() == {"A": {"cold": 8.5, "warm": 6.5}}  # of 7.5, 6.5 and 5.5
 
 
 def test_caches_are_filled_by_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

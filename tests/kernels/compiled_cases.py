@@ -152,21 +152,37 @@ def quantisers(found: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def backward(
+    m: int, n: int, wide: torch.dtype, kept: torch.dtype, activation: str, with_xt: bool, with_dx: bool = False
+) -> None:
+    """The kernel whose programs meet, as shipped."""
+    grad, state = torch.empty(m, n, dtype=wide), torch.empty(grid_barrier.STATE, dtype=torch.int32)
+    block_norm_backward_fp8.block_norm_backward_fp8(
+        grad, torch.empty(m, n, dtype=kept), torch.empty(m, -(-n // 256)), state, block=256, activation=activation,
+        dtype=FP8, with_xt=with_xt, with_dx=with_dx, config=backward_config(m, n, wide.itemsize),
+    )  # fmt: skip
+
+
+def with_residency(found: list[dict[str, Any]], m: int, n: int, itemsize: int) -> list[dict[str, Any]]:
+    """What was found, and how many programs must share a multiprocessor."""
+    return [kernel | {"resident": backward_config(m, n, itemsize).resident} for kernel in found]
+
+
 def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     device.ptx = lambda _: True
     for m, n in [(4096, 512), (4096, 1024), (4096, 2048), (199, 3456)]:
         for with_xt, activation in ((False, "hardswish"), (True, "hardswish"), (False, "silu"), (True, "silu")):
             found.clear()
-            grad, state = torch.empty(m, n, dtype=torch.bfloat16), torch.empty(grid_barrier.STATE, dtype=torch.int32)
-            block_norm_backward_fp8.block_norm_backward_fp8(
-                grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), state, block=256,
-                activation=activation, dtype=FP8, with_xt=with_xt,
-                config=backward_config("block_norm_backward_fp8", m, n, 2),
-            )  # fmt: skip
-            results[f"{m}x{n} {activation} {with_xt}"] = list(found)
+            backward(m, n, torch.bfloat16, torch.bfloat16, activation, with_xt)
+            results[f"{m}x{n} {activation} {with_xt}"] = with_residency(found, m, n, 2)
+    for wide, kept in ((torch.float16, torch.float16), (torch.bfloat16, FP8), (torch.float32, torch.float32)):
+        found.clear()
+        backward(4096, 512 if wide.itemsize == 4 else 2048, wide, kept, "hardswish", True, with_dx=True)
+        results[f"{wide} {kept}"] = with_residency(found, 4096, 512 if wide.itemsize == 4 else 2048, wide.itemsize)
     found.clear()
     x, weight, one = torch.empty(4096, 512, dtype=FP8), torch.empty(512, 512, dtype=FP8), torch.empty(())
+    state = torch.empty(grid_barrier.STATE, dtype=torch.int32)
     grad_input_fp8.grad_input_fp8(
         x, weight, one, one, torch.empty(4096, 512, dtype=torch.bfloat16), torch.empty(4096, 2), state, block=256,
         activation="hardswish", dtype=FP8, fast=True, config=shipped("grad_input_fp8", 4096, 512, 512, 1), with_xt=True,
@@ -178,13 +194,19 @@ def meeting(found: list[dict[str, Any]]) -> dict[str, Any]:
 def gradients(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The gradient of a large layer, whose cast is a kernel of its own."""
     results = {}
-    for with_xt, activation in ((False, "hardswish"), (True, "hardswish"), (True, "silu")):
+    bf16 = torch.bfloat16
+    for m, n, wide, with_xt, activation in (
+        (4096, 4096, bf16, False, "hardswish"), (4096, 4096, bf16, True, "hardswish"), (4096, 4096, bf16, True, "silu"),
+        (4096, 4096, torch.float32, True, "hardswish"), (8192, 4100, bf16, True, "hardswish"),
+        (8190, 4104, bf16, True, "hardswish"),
+    ):  # fmt: skip
         found.clear()
-        grad = torch.empty(4096, 4096, dtype=torch.bfloat16)
+        grad = torch.empty(m, n, dtype=wide)
         block_norm_backward.block_norm_backward(
-            grad, torch.empty_like(grad), torch.empty(4096, 16), block=256, activation=activation, with_xt=with_xt
-        )
-        results[f"{activation} {with_xt}"] = list(found)
+            grad, torch.empty_like(grad), torch.empty(m, -(-n // 256)), block=256, activation=activation,
+            with_xt=with_xt,
+        )  # fmt: skip
+        results[f"{m}x{n} {wide} {activation} {with_xt}"] = list(found)
     return results
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,60 @@ def test_quantisations_are_recognised(dtype: torch.dtype) -> None:
     assert [q.source.name for q in found[:2]] == ["x_1", "x_1"]
     assert [len(q.transposes()) for q in found] == [0, 1, 0]
     assert all(q.scale is not None for q in found[:2])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+def test_quantisations_of_rows_are_recognised(dtype: torch.dtype) -> None:
+    """Of a square, where the wrong axis has the right size; not of columns, nor of the whole tensor."""
+    from loka_compile.gemm import Scaling
+    from loka_compile.lowering.quantize import quantize
+
+    def several(x: Tensor) -> tuple[Tensor, ...]:
+        own = quantize(x, Scaling.ROWWISE, dtype=dtype)
+        columns = quantize(x, Scaling.ROWWISE, dtype=dtype, transpose=True)
+        whole = quantize(x, Scaling.TENSORWISE, dtype=dtype)
+        return (*own, *columns, *whole)
+
+    gm = trace(several, ((48, 48), BF16), device="cpu")
+    (found,) = quantisations(gm.graph, rowwise=True)
+    assert (found.source.name, found.factor, found.dtype, found.rounded) == ("x_1", None, dtype, False)
+    assert found.scale is not None
+    assert found.scale.meta["val"].shape == (48,)
+    assert not found.transposes()
+
+
+def by_rows(x: Tensor, **other: Any) -> Tensor:
+    """As loka_compile.lowering.quantize has it, but for one step."""
+    made = {"wide": x.float(), "abs": torch.abs, "amax": lambda v: v.amax([1]), "floor": 1e-12, "limit": 448.0, **other}
+    wide = made["wide"]
+    scale = made["amax"](made["abs"](wide)).clamp(min=made["floor"]) / made["limit"]
+    return (wide * scale.reciprocal().unsqueeze(1)).clamp(-448.0, 448.0).to(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("other", "matches"),
+    [
+        ({}, True),
+        ({"abs": lambda v: v}, False),
+        ({"abs": lambda v: v.clamp(-1, 1).abs()}, False),
+        ({"floor": 0.5}, False),
+        ({"limit": 400.0}, False),
+        ({"amax": lambda v: v.amax([0])}, False),
+        ({"amax": lambda v: v.amin([1])}, False),
+    ],
+)
+def test_what_differs_in_one_step_is_another_quantisation(other: dict[str, Any], matches: bool) -> None:
+    """The kernels compute what the plain ops say, and no more is replaced by them."""
+    gm = trace(lambda x: by_rows(x, **other), ((48, 48), BF16), device="cpu")
+    assert len(list(quantisations(gm.graph, rowwise=True))) == matches
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [(BF16, False), (F32, True)])
+def test_a_cast_that_rounds_on_the_way_is_seen(dtype: torch.dtype, rounded: bool) -> None:
+    gm = trace(lambda x: by_rows(x, wide=x.to(BF16).float()), ((48, 32), dtype), device="cpu")
+    (found,) = quantisations(gm.graph, rowwise=True)
+    assert found.rounded == rounded
+    assert found.source.op == "placeholder"
 
 
 def test_sorting_moves_only_what_must_move() -> None:

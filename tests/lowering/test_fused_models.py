@@ -159,6 +159,28 @@ def test_an_input_is_quantised_by_kernels_of_ours(batch: int, recipe: str) -> No
 
 @pytest.mark.usefixtures("_emit_on_cpu")
 @pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_of_inputs_and_weights_in_a_training_step(dynamic: bool) -> None:
+    """In a plan by rows each weight is an input that is quantised alone, and a strided activation one too."""
+    torch.manual_seed(0)
+    chain = layers(256, 2)
+    options = {"plan": plan_of(chain, "torch:rowwise", "torch:rowwise"), "inspect": True}
+    run = torch.compile(chain, backend="loka", options=options, dynamic=dynamic)
+    for batch in (48, 32) if dynamic else (48,):
+        x, grad = torch.randn(batch, 512).bfloat16()[:, ::2], torch.randn(batch, 256).bfloat16()
+        expected, gradients = fp64_gradients(chain, x, grad)
+        chain.zero_grad(set_to_none=True)
+        out = run(x)
+        out.backward(grad)
+        assert relative(out, expected) < 0.026 * 4**0.5 * 1.5
+        for name, parameter in chain.named_parameters():
+            if parameter.dim() == 2:
+                assert relative(parameter.grad, gradients[name]) < 0.026 * 10**0.5 * 1.5, name
+    assert reports()[-1].graph("forward").count("quantize_fp8.default(") == 3
+
+
+@pytest.mark.usefixtures("_emit_on_cpu")
+@pytest.mark.filterwarnings("ignore::loka_compile.ModsWarning")
 def test_a_wide_input_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the widths at which ours was measured to be faster."""
     monkeypatch.setattr(inputs, "WIDEST", 383)

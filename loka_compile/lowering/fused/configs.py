@@ -1,8 +1,9 @@
 """Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
-bounds M, N, K, M * N or the number of 128x256 output tiles. Where no rule holds, or the first that holds says "apart",
-the kernel is not used, because it was not faster than its parts.
+bounds M, N, K, M * N, the number of 128x256 output tiles, the bytes of an operand's number, or whether sums are fast.
+Where no rule holds, or the first that holds says "apart", the kernel is not used, because it was not faster than its
+parts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def config_for(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = 
     return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
 
 
-def backward_config(kernel: str, m: int, n: int, itemsize: int) -> BackwardConfig:
-    """The configuration of a kernel whose programs meet, for a gradient [m, n]."""
-    rule = find(kernel, m, n, 1, itemsize)
+def backward_config(m: int, n: int, itemsize: int) -> BackwardConfig:
+    """The configuration of ``block_norm_backward_fp8`` for a gradient [m, n] with numbers of ``itemsize`` bytes."""
+    rule = find("block_norm_backward_fp8", m, n, 1, itemsize)
     return BackwardConfig(**rule.get("config", {})) if rule is not None else BackwardConfig()

@@ -1,8 +1,9 @@
 """A graph's inputs that are quantised by their own amax, or by those of their rows: by our kernels, in fewer passes.
 
 On a graph as Inductor is about to lower it: weights that became constants are quantised already, and those that did not
-were quantised together on the joint graph (:mod:`loka_compile.lowering.fused.joint`). What is left are activations that
-come from outside, which no kernel of ours could write in FP8. Rows are read once, where Inductor reads them twice, and
+were quantised together on the joint graph (:mod:`loka_compile.lowering.fused.joint`), if they have one scale. What is
+left comes from outside, so that no kernel of ours could write it in FP8: activations, and what a plan quantises by
+rows, weights and the gradients of a graph's results too. Rows are read once, where Inductor reads long ones twice, and
 the kernels begin while the ones in front end (docs/fused_kernels.md has the times).
 """
 
@@ -59,4 +60,4 @@ def _is_input(q: Quantise, rowwise: bool) -> bool:
     value = q.source.meta["val"]
     is_matrix = q.source.op == "placeholder" and value.dim() == 2 and size_hint(value.shape[1]) is not None
     narrow = rowwise or (is_matrix and size_hint(value.shape[1]) in range(WIDEST + 1))
-    return q.factor is None and is_matrix and narrow and not on_this_device(value)
+    return q.factor is None and not q.rounded and is_matrix and narrow and not on_this_device(value)

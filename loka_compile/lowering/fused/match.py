@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from loka_compile.lowering.quantize import AMAX_FLOOR
+
 aten = torch.ops.aten
 CONVERT = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 ALIAS = (aten.alias.default, aten.detach.default)
@@ -109,6 +111,8 @@ class Quantise:
     factor: float | None
     #: The dequantisation scale's node (only with an amax): shape [], or [rows].
     scale: fx.Node | None
+    #: Whether a cast between source and the quantisation rounds.
+    rounded: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,8 +157,9 @@ def _parse(node: fx.Node, rowwise: bool) -> Quantise | None:
     if not isinstance(wide, fx.Node) or dtype_of(wide) != torch.float32:
         return None
     source = strip(wide)
+    rounded = _rounds(wide, source)
     if isinstance(factor, (int, float)):
-        return None if rowwise else Quantise(node, source, float(factor), None)
+        return None if rowwise else Quantise(node, source, float(factor), None, rounded)
     if rowwise:
         if not (is_call(factor, aten.unsqueeze.default) and factor.args[1] in (1, -1)):
             return None
@@ -165,16 +170,28 @@ def _parse(node: fx.Node, rowwise: bool) -> Quantise | None:
     if not (is_call(scale, aten.div.Tensor) and scale.args[1] == limit):
         return None
     floor: Any = scale.args[0]
-    dims: list[Any] = []
-    while is_call(floor, aten.clamp_min.default, aten.clamp.default, aten.amax.default, aten.abs.default):
-        if is_call(floor, aten.amax.default):
-            dims += arg(floor, 1) if len(floor.args) > 1 else []
-        floor = floor.args[0]
+    if not (is_call(floor, aten.clamp_min.default, aten.clamp.default) and floor.args[1:] == (AMAX_FLOOR,)):
+        return None
+    largest: Any = floor.args[0]
+    if not (is_call(largest, aten.amax.default) and is_call(largest.args[0], aten.abs.default)):
+        return None
+    dims: Any = largest.args[1] if len(largest.args) > 1 else []
     # All of the tensor: a rowwise scale is no scalar.
     whole = (scale.meta["val"].dim() == 1 and [d % 2 for d in dims] == [1]) if rowwise else scale.meta["val"].dim() == 0
-    if floor is not wide or not whole:
+    if largest.args[0].args[0] is not wide or not whole:
         return None
-    return Quantise(node, source, None, scale)
+    return Quantise(node, source, None, scale, rounded)
+
+
+def _rounds(wide: fx.Node, source: fx.Node) -> bool:
+    """Whether a cast from source to wide loses anything."""
+    node: Any = wide
+    while node is not source:
+        before = node.args[0]
+        if dtype_of(before) != dtype_of(node) and dtype_of(before).itemsize >= dtype_of(node).itemsize:
+            return True
+        node = before
+    return False
 
 
 def _is_transpose(node: fx.Node) -> bool:

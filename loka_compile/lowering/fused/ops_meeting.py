@@ -77,7 +77,7 @@ def _cuda(
     return block_norm_backward_fp8(
         grad.contiguous(), y.contiguous(), rstd.contiguous(), state, block=block, activation=activation, dtype=dtype,
         with_dx=with_dx, with_q=with_q, with_qt=with_qt, with_xt=with_xt,
-        config=backward_config("block_norm_backward_fp8", m, n, grad.element_size()),
+        config=backward_config(m, n, grad.element_size()),
     )  # fmt: skip
 
 
