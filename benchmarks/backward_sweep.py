@@ -58,8 +58,9 @@ def gradients(m: int, n: int) -> Arms:
     state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
 
     def two(g: torch.Tensor, y: torch.Tensor, config: BackwardConfig) -> object:
-        how = {"block": 256, "activation": "hardswish", "with_xt": True, "config": config}
-        dx, amax, xt = block_norm_backward(g, y, rstd, **how)
+        dx, amax, xt = block_norm_backward(
+            g, y, rstd, block=256, activation="hardswish", with_xt=True, config=config
+        )  # fmt: skip
         return cast_transpose(dx, amax, E4M3), xt
 
     def one(g: torch.Tensor, y: torch.Tensor, config: BackwardConfig) -> object:
@@ -114,14 +115,18 @@ def grad_inputs(width: int, batch: int) -> Arms:
     ]  # fmt: skip
     s, rstd = torch.full((), 0.1, device="cuda"), torch.rand(batch, -(-width // 256), device="cuda") + 0.5
     state = torch.zeros(STATE, dtype=torch.int32, device="cuda")
-    rest = {"block": 256, "activation": "hardswish", "dtype": E4M3, "with_xt": True}
 
     def two(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> object:
         g = torch._scaled_mm(a, b.t(), s, s, out_dtype=torch.bfloat16, use_fast_accum=True)
-        return block_norm_backward_fp8(g, y, rstd, state, **rest)
+        return block_norm_backward_fp8(
+            g, y, rstd, state, block=256, activation="hardswish", dtype=E4M3, with_xt=True
+        )  # fmt: skip
 
     def one(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, config: GemmConfig) -> object:
-        return grad_input_fp8(a, b, s, s, y, rstd, state, fast=True, config=config, **rest)
+        return grad_input_fp8(
+            a, b, s, s, y, rstd, state, fast=True, config=config, block=256, activation="hardswish", dtype=E4M3,
+            with_xt=True,
+        )  # fmt: skip
 
     arms: Arms = {"cuBLASLt and a kernel": [lambda t=t: two(*t) for t in sets]}
     for m, k, warps, stages, tma in FUSED:

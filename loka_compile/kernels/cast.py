@@ -108,6 +108,7 @@ def _cast_weights_kernel(
     x = turned.load4(_of(pid, starts, XS, COUNT), rw, rn, M, N, N)
     Q, QT = _of(pid, starts, QS, COUNT), _of(pid, starts, QTS, COUNT)
     turned.write4(x, LIMIT / amax, Q, QT, rw, rn, M, N, M // 4, LIMIT, True, False, WORDS, PTX)
+    # Whether a weight is turned is a number here, and a constant for write4.
     if _of(pid, starts, turned_too, COUNT) != 0:
         turned.write4(x, LIMIT / amax, Q, QT, rw, rn, M, N, M // 4, LIMIT, False, True, WORDS, PTX)
 
