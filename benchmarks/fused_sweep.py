@@ -1,8 +1,9 @@
-"""Checks the fused kernels on a GPU and measures their configurations. Prints tables, writes JSON.
+"""Checks the fused kernels on a GPU and measures configurations of the GEMM and the casts. Prints tables, writes JSON.
 
     python benchmarks/fused_sweep.py --out results/ [--quick]
 
-Kernels are compiled first, in parallel processes, so that measuring takes little time on the device.
+The gradient's kernels have a program of their own, backward_sweep.py. Kernels are compiled first, in parallel
+processes, so that measuring takes little time on the device.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from loka_compile.kernels import block_norm_backward as bnb
 from loka_compile.kernels import cast, gemm_block_norm
+from loka_compile.kernels.block_norm_backward import block_norm_backward
 from loka_compile.kernels.config import GemmConfig
 
 FP8 = torch.float8_e4m3fn
@@ -47,11 +48,6 @@ def forward_yq(t, c):
     gemm_block_norm.launch(
         t["a"], t["b"], t["s"], t["s"], t["y"], t["rstd"], t["q"], block=256, eps=1e-5, fast=True, config=c
     )
-
-
-def backward(t, block_m, warps):
-    bnb.BLOCK_M, bnb.WARPS = block_m, warps
-    bnb.block_norm_backward(t["y"], t["y"], t["rstd"], block=256, activation="hardswish", with_xt=True)
 
 
 KINDS = {"forward_q": forward_q, "forward_yq": forward_yq}
@@ -167,7 +163,7 @@ def check():
         g = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
         F.hardswish(block_norm(x)).backward(g.double())
         expect = (F.hardswish(yb.float()) * 16).clamp(-448, 448).to(FP8)
-        dx, amax, xt = bnb.block_norm_backward(g, yb, rstd, block=256, activation="hardswish", with_xt=True)
+        dx, amax, xt = block_norm_backward(g, yb, rstd, block=256, activation="hardswish", with_xt=True)
         worst[f"dx {m},{n},{k} {tma}"] = relative(dx, x.grad)
         worst[f"amax {m},{n},{k} {tma}"] = abs(amax.max().item() - dx.abs().max().item())
         worst[f"xt {m},{n},{k} {tma}"] = relative(xt.float().T, expect.double())
@@ -197,9 +193,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--backward", action="store_true", help="only the backward kernel")
     options = parser.parse_args()
-    todo = [] if options.backward else list(jobs(options.quick))
+    todo = list(jobs(options.quick))
     start = time.time()
     unique = {(kind, c): (kind, shape, c) for kind, shape, c in todo}
     with multiprocessing.get_context("fork").Pool(15) as pool:
@@ -211,7 +206,7 @@ def main():
     results = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "check": {} if options.backward else check(),
+        "check": check(),
         "rows": [],
     }
     bad = {
@@ -286,11 +281,7 @@ def main():
             for bm, bn, w in [(64, 128, 4), (128, 128, 8), (128, 64, 4), (64, 64, 4), (32, 128, 4)]
         }
         report("cast_transpose", (m, n), arms)
-        arms = {}
-        for bm, w in [(32, 8), (64, 8), (16, 4), (32, 4), (32, 16), (64, 16)]:
-            arms[f"{bm}/w{w}"] = [functools.partial(backward, t, bm, w) for t in sets]
-        report("block_norm_backward", (m, n), arms)
-    for n in () if options.backward else (512, 1024, 2048, 4096):
+    for n in (512, 1024, 2048, 4096):
         sets = [[torch.randn(n, n, device="cuda").bfloat16() for _ in range(4)] for _ in range(3)]
         arms = {
             f"weights x4 {bm}x{bn}/w{w}": [

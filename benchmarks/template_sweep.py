@@ -34,6 +34,7 @@ CASES = (
     (E4M3, 4096, 2048, 2048, True), (BF16, 4096, 2048, 2048, False), (E4M3, 4096, 1024, 1024, False),
     (E4M3, 16384, 1024, 1024, True), (E4M3, 1024, 2048, 4096, False), (E4M3, 1024, 4096, 2048, False),
     (BF16, 1024, 2048, 4096, False), (BF16, 1024, 4096, 2560, False), (E4M3, 1024, 1024, 1024, True),
+    (E4M3, 2048, 1024, 1024, True),
 )  # fmt: skip
 #: Rows, columns and bytes of K of a tile, warps, stages, by descriptors (and then persistent).
 SHAPES = (

@@ -11,8 +11,10 @@ here in the same way, for Triton on a CPU too.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
+
+#: The line; whether torch writes it itself is seen from the constants of its code, for which no source is needed.
+_BARRIER = "tl.debug_barrier()"
 
 
 def install() -> None:
@@ -22,7 +24,7 @@ def install() -> None:
 
     load: Any = TritonKernel.load
     load_buffer: Any = TritonKernel.get_load_buffer
-    if getattr(load, "_loka", False) or "debug_barrier" in inspect.getsource(load):
+    if getattr(load, "_loka", False) or _BARRIER in load.__code__.co_consts:
         return
 
     @functools.wraps(load)
@@ -38,7 +40,7 @@ def install() -> None:
         buffer = load_buffer(self, indexing)
         name = getattr(self, "_loka_reads_back", None)
         if name is not None:
-            buffer.writeline(DeferredLine(name, "tl.debug_barrier()"))
+            buffer.writeline(DeferredLine(name, _BARRIER))
         return buffer
 
     load_behind_barrier._loka = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """Programs that only a GPU runs call what is there: names and arguments of the package, as benchmarks/ uses them.
 
-A parameter that was renamed broke a sweep there, and nobody noticed until the next run on a GPU.
+A parameter that was renamed broke a sweep there, and another went on setting a name that was gone, so that all of its
+configurations were the same one; nobody noticed until the next run on a GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +42,17 @@ def calls(tree: ast.Module, names: dict[str, Any]) -> Iterator[tuple[ast.Call, A
             yield node, names[called.id]
         elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
             owner = names.get(called.value.id)
-            if inspect.ismodule(owner):
+            if inspect.ismodule(owner) and hasattr(owner, called.attr):
                 yield node, getattr(owner, called.attr)
+
+
+def missing(tree: ast.Module, names: dict[str, Any]) -> Iterator[str]:
+    """Attributes of imported modules that are read or set and not there: setting one that is gone changes nothing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = names.get(node.value.id)
+            if inspect.ismodule(owner) and not hasattr(owner, node.attr):
+                yield f"line {node.lineno}: {owner.__name__} has no {node.attr}"
 
 
 def wrong(node: ast.Call, function: Any) -> str:
@@ -66,12 +76,17 @@ def wrong(node: ast.Call, function: Any) -> str:
 def test_a_program_calls_what_is_there(program: Path) -> None:
     pytest.importorskip("triton")
     tree = ast.parse(program.read_text())
+    names = imported(tree)
+    assert list(missing(tree, names)) == []
     found = [
-        f"line {node.lineno}: {reason}"
-        for node, function in calls(tree, imported(tree))
-        if (reason := wrong(node, function))
+        f"line {node.lineno}: {reason}" for node, function in calls(tree, names) if (reason := wrong(node, function))
     ]
     assert found == []
+
+
+def test_a_setting_that_is_gone_is_found() -> None:
+    tree = ast.parse("from loka_compile.kernels import turn\nturn.BLOCK_OF_OLD = 3\nturn.turn(1, 2)\n")
+    assert list(missing(tree, imported(tree))) == ["line 2: loka_compile.kernels.turn has no BLOCK_OF_OLD"]
 
 
 def test_a_renamed_parameter_is_found() -> None:
