@@ -22,7 +22,8 @@ def bounded(registers: int | None) -> dict[str, Any]:
 
 
 def ptx(device: torch.device) -> bool:
-    """Whether kernels can use NVIDIA's conversions to FP8, which saturate (sm_89 and later)."""
+    """Whether kernels can use NVIDIA's own instructions: conversions to FP8, which saturate, fused steps with a clamp,
+    pairs of 16-bit numbers (sm_89 and later)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
