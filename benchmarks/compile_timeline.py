@@ -4,14 +4,16 @@
     python benchmarks/compile_timeline.py E warm.txt --caches /tmp/caches --profile
 
 One line for each event: seconds since ``torch.compile``, seconds that it took, and what it was. Kernels that Triton
-compiles or finds ("hit") in this process are those of our operators; Inductor's workers compile the others. With
-``--profile`` what cProfile found follows, and all of it is slower.
+compiles or finds ("hit") in this process are those of our operators; Inductor's workers compile the others. "garbage"
+is a full pass of Python's collector, over all objects of the process. With ``--profile`` what cProfile found follows,
+and all of it is slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import os
 import pstats
 import sys
@@ -83,6 +85,16 @@ def timeline(arm: str, batch: int, width: int, *, profile: bool) -> tuple[list[E
 
         setattr(owner, name, timed)
 
+    passes: list[float] = []
+
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            passes.append(now())
+        elif info["generation"] == 2 and passes:
+            events.append((passes[-1], round(now() - passes[-1], 3), "garbage"))
+
+    gc.collect()
+    gc.callbacks.append(collecting)
     watch(compile_fx, "fx_codegen_and_compile")
     for name in ("run", "codegen", "compile_to_module"):
         watch(GraphLowering, name)

@@ -4,12 +4,14 @@
 
 Each time is that of a process of its own with caches of its own: from ``torch.compile`` to the end of the first
 training step, CUDA and Inductor's workers already started. Cold and then warm are processes with the same caches; warm
-is the median of three. Modules come from bytecode, as they do where pip has installed them: a first process of each
-arm, whose time is dropped, writes it.
+is the median of three. Garbage is collected before the clock starts: a full pass takes as long as a third of a warm
+compile, and into which arm's it fell would depend on what was imported before. Modules come from bytecode, as they do
+where pip has installed them: a first process of each arm, whose time is dropped, writes it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -43,6 +45,7 @@ def child(arm: str, batch: int, width: int, layers: int) -> float:
     AsyncCompile.wait_pool_ready()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+    gc.collect()
     start = time.perf_counter()
     step(make(), x, grad)()
     if DEVICE == "cuda":

@@ -114,15 +114,21 @@ def accumulate(
 def block_mean(x, n0, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
     """Mean of each block of NORM columns, [BLOCK_M, BLOCK_N // NORM]; the last block may be short. x is 0 past N."""
     width = tl.minimum(NORM, tl.maximum(N - n0 - tl.arange(0, BLOCK_N // NORM) * NORM, 1)).to(tl.float32)
-    total = tl.sum(tl.reshape(x, (BLOCK_M, BLOCK_N // NORM, NORM)), axis=2)
+    if BLOCK_N == NORM:  # no reshape, which costs registers
+        total = tl.sum(x, axis=1, keep_dims=True)
+    else:
+        total = tl.sum(tl.reshape(x, (BLOCK_M, BLOCK_N // NORM, NORM)), axis=2)
     return total / width[None, :]
 
 
 @triton.jit
 def over_block(x, s, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
     """x [BLOCK_M, BLOCK_N] times one factor per row and block, s [BLOCK_M, BLOCK_N // NORM]."""
-    parts = tl.reshape(x, (BLOCK_M, BLOCK_N // NORM, NORM)) * s[:, :, None]
-    return tl.reshape(parts, (BLOCK_M, BLOCK_N))
+    if BLOCK_N == NORM:
+        return x * s
+    else:
+        parts = tl.reshape(x, (BLOCK_M, BLOCK_N // NORM, NORM)) * s[:, :, None]
+        return tl.reshape(parts, (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
@@ -130,12 +136,6 @@ def saved(y, TYPE: tl.constexpr, PTX: tl.constexpr):
     """A normalised value as it was kept for the backward, in fp32: in e4m3 it was multiplied by 16."""
     y = wide(y, PTX)
     return y * 0.0625 if tl.float8e4nv == TYPE else y
-
-
-@triton.jit
-def hardswish(x):
-    """``x * relu6(x + 3) / 6`` in fp32."""
-    return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ def _finish(
     acc, row, pid_n, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, EPS,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, EVEN_N: tl.constexpr, SCALING: tl.constexpr,
     RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr,
-    KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Scales, norm, activation and stores of ROWS rows of a product from ``row`` on."""
     rm = row + tl.arange(0, ROWS)
@@ -52,9 +52,9 @@ def _finish(
     if KEEP and ACTIVATION != "swish_norm":
         tl.store(KEPT + offset, y.to(KEPT.dtype.element_ty), mask=mask)
     if ACTIVATION == "swish_norm":
-        y = acc * dev.hardsigmoid(y)
-    elif ACTIVATION == "hardswish":
-        y = dev.hardswish(y)
+        y = acc * dev.hardsigmoid(y, PTX)
+    else:
+        y = dev.activated(y, ACTIVATION, PTX)
     if WRITE_RSTD:
         rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
         blocks = tl.cdiv(N, NORM)
@@ -63,13 +63,13 @@ def _finish(
         tl.store(Y + offset, y.to(Y.dtype.element_ty), mask=mask)
     if WRITE_Q == "1x128":
         scaled, scale = block_scales.scaled(y, ROWS, BLOCK_N)
-        tl.store(Q + offset, dev.to_fp8(scaled, 1.0, Q.dtype.element_ty, 448.0), mask=mask)
+        tl.store(Q + offset, dev.to_fp8(scaled, 1.0, Q.dtype.element_ty, 448.0, PTX), mask=mask)
         rs = pid_n * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
         tl.store(
             QS + rs.to(tl.int64)[None, :] * M + rm[:, None], scale, mask=(rm[:, None] < M) & (rs[None, :] * 128 < N)
         )
     elif WRITE_Q == "fixed":
-        q = dev.to_fp8(dev.hardswish(y), Q_SCALE, Q.dtype.element_ty, 448.0)
+        q = dev.to_fp8(dev.activated(y, "hardswish", PTX), Q_SCALE, Q.dtype.element_ty, 448.0, PTX)
         tl.store(Q + offset, q, mask=mask)
 
 
@@ -80,6 +80,7 @@ def _tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = dev.tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     if SCALING == 3:
@@ -94,7 +95,7 @@ def _tile(
         )  # fmt: skip
     _finish(
         acc, pid_m * BLOCK_M, pid_n, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, EPS, BLOCK_M, BLOCK_N, NORM, EVEN_N,
-        SCALING, RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
+        SCALING, RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE, PTX,
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def _kernel(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr, KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr,
-    PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    PTX: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -114,13 +115,13 @@ def _kernel(
             _tile(
                 tile, A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b, step_b,
                 EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B,
-                RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
+                RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE, PTX,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), A, B, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, K, stride_a, stride_b, row_a, step_a, row_b,
             step_b, EPS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NORM, EVEN_N, EVEN_K, TMA, FAST, SCALING, ROWS_A, ROWS_B,
-            RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE,
+            RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP, WRITE_Q, Q_SCALE, PTX,
         )  # fmt: skip
 
 
@@ -130,7 +131,8 @@ def _split_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NORM: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, SCALING: tl.constexpr,
     RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_RSTD: tl.constexpr,
-    KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr, SPLITS: tl.constexpr, PHASE: tl.constexpr,
+    KEEP: tl.constexpr, WRITE_Q: tl.constexpr, Q_SCALE: tl.constexpr, PTX: tl.constexpr, SPLITS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0) % SPLITS
     group = tl.program_id(0) // SPLITS
@@ -150,7 +152,7 @@ def _split_kernel(
             _finish(
                 acc, pid_m * BLOCK_M + split * (BLOCK_M // SPLITS), pid_n, SA, SB, R, Y, RSTD, KEPT, Q, QS, M, N, EPS,
                 BLOCK_M // SPLITS, BLOCK_N, NORM, EVEN_N, SCALING, RESIDUAL, ACTIVATION, WRITE_Y, WRITE_RSTD, KEEP,
-                WRITE_Q, Q_SCALE,
+                WRITE_Q, Q_SCALE, PTX,
             )  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def launch(
         "BLOCK_M": config.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": config.group_m, "NORM": norm,
         "EVEN_N": n % block_n == 0, "EVEN_K": k % block_k == 0, "TMA": tma, "FAST": fast, "SCALING": scaling.kind,
         "RESIDUAL": residual is not None, "ACTIVATION": activation, "WRITE_Y": y is not None,
-        "WRITE_RSTD": rstd is not None, "KEEP": kept is not None, "Q_SCALE": q_scale,
+        "WRITE_RSTD": rstd is not None, "KEEP": kept is not None, "Q_SCALE": q_scale, "PTX": dev.ptx(a.device),
         "WRITE_Q": "" if q is None else "fixed" if q_scales is None else "1x128",
         "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip

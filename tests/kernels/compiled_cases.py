@@ -70,17 +70,22 @@ def watch(found: list[dict[str, Any]]) -> None:
                 kernel.run = run
 
 
-def facts(compiled: Any) -> dict[str, Any]:
-    """Name, shared memory, spilt bytes, registers, tensor core instructions."""
+def usage(compiled: Any) -> dict[str, int]:
+    """Registers ("REG") and spilt bytes ("STACK") of a thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage.stdout))
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said.stdout)}
+
+
+def facts(compiled: Any) -> dict[str, Any]:
+    """Name, shared memory, spilt bytes, registers, tensor core instructions."""
+    numbers = usage(compiled)
     return {
         "kernel": compiled.metadata.name, "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
-        "registers": int(numbers["REG"]), "stack": int(numbers["STACK"]),
+        "registers": numbers["REG"], "stack": numbers["STACK"],
         "ahead": compiled.asm["ptx"].count("cp.async.cg.shared"),
         "mma": sorted(set(re.findall(r"wgmma\.mma_async\S+", compiled.asm["ptx"]))),
         "tma": "cp.async.bulk.tensor" in compiled.asm["ptx"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ from torch._inductor.graph import GraphLowering
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from compiled_cases import usage
+
 from loka_compile._compat import inductor_templates
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused import lowerings
@@ -41,24 +45,29 @@ class Driver:
 E4M3 = torch.float8_e4m3fn
 
 
+def hardswish(y: Any) -> Any:
+    """As the forward fusion writes it, in fp32."""
+    return y.float() * torch.ops.loka.gate(y.float())
+
+
 def inference(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, False)
-    return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3)
+    return (hardswish(y) * 16).to(E4M3)
 
 
 def training(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, True)
-    return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3), y, rstd
+    return (hardswish(y) * 16).to(E4M3), y, rstd
 
 
 def residual(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, False, False)
-    return F.hardswish(y) + torch.ones(y.shape, dtype=y.dtype)
+    return hardswish(y).to(y.dtype) + torch.ones(y.shape, dtype=y.dtype)
 
 
 def autocast(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.float32, True, True)
-    return (F.hardswish(y) * 16).clamp(-448, 448).to(E4M3), y.to(torch.bfloat16), rstd
+    return (hardswish(y) * 16).to(E4M3), y.to(torch.bfloat16), rstd
 
 
 def fp32_model(a: Any, b: Any, sa: Any, sb: Any) -> Any:
@@ -73,7 +82,7 @@ def bf16_to_fp32(a: Any, b: Any, sa: Any, sb: Any) -> Any:
 
 def residual_before(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, _ = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, False, b)
-    return (F.hardswish(y.float()) * 16).clamp(-448, 448).to(E4M3)
+    return (hardswish(y) * 16).to(E4M3)
 
 
 def in_blocks(a: Any, b: Any, sa: Any, sb: Any, squares: bool = True) -> Any:
@@ -154,6 +163,7 @@ WHOLE: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
 }
 #: Cases whose template is also compiled for an sm_90, to see what it takes.
 COMPILED = {
+    "inference",
     "training",
     "more tiles than multiprocessors",
     *SPLIT,
@@ -162,8 +172,8 @@ COMPILED = {
 
 
 def resources(code: str) -> dict[str, Any]:
-    """Of the template in Inductor's code, compiled by Triton for an sm_90: bytes of shared memory per program, and what
-    it does to memory before it waits for the kernel in front."""
+    """Of the template in Inductor's code, compiled by Triton for an sm_90: bytes of shared memory per program, spilt
+    bytes and gates of a thread, and what it does to memory before it waits for the kernel in front."""
     for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
         if not name.startswith("triton_tem_") or "tl.dot(" not in source:
             continue
@@ -179,11 +189,16 @@ def resources(code: str) -> dict[str, Any]:
         )  # fmt: skip
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         compiled = triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options)
-        before = compiled.asm["ptx"].partition("griddepcontrol.wait")[0]
+        ptx = compiled.asm["ptx"]
+        before = ptx.partition("griddepcontrol.wait")[0]
         early = [op for op in ("tensormap.", "st.global", "ld.global", "atom.", "cp.async") if op in before]
         return {
             "shared": int(compiled.metadata.shared),
             "early": early,
+            "stack": usage(compiled)["STACK"],
+            "gates": ptx.count("fma.rn.sat.f32"),
+            "threads": 32 * config.num_warps,
+            "tile": math.prod(int(size) for size in re.findall(r"BLOCK_[MN] : tl.constexpr = (\d+)", source)),
             "scratch": compiled.metadata.global_scratch_size,
         }
     raise AssertionError("no template in the code")

@@ -27,23 +27,31 @@ from torch._inductor.graph import GraphLowering
 sys.path.insert(0, str(Path(__file__).parent))
 from codegen_cases import Driver
 
-from loka_compile._compat import inductor_templates
+from loka_compile._compat import inductor_pointwise, inductor_templates
 from loka_compile.kernels import reference as ref
 from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused import lowerings
 
 
-def layer(a: Any, b: Any, s: Any, r: Any) -> Any:
+def layer(a: Any, b: Any, sa: Any, sb: Any, r: Any) -> Any:
     # fp32 throughout, because the interpreter's casts are wrong in the last bits.
-    y, rstd = torch.ops.loka.gemm_block_norm(a, b, s, s, 256, 1e-5, torch.float32, True, True, r)
-    return F.hardswish(y), y, rstd
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.float32, True, True, r)
+    return y * torch.ops.loka.gate(y), y, rstd
+
+
+def swish_norm(a: Any, b: Any, sa: Any, sb: Any, r: Any) -> Any:
+    fp32, flags = torch.float32, (True, True, True, False)
+    out, h, rstd, _, _ = torch.ops.loka.gemm_norm_activation(
+        a, b, sa, sb, "swish_norm", 256, 1e-5, fp32, fp32, *flags, r
+    )
+    return out, h, rstd
 
 
 class Caught(Exception):
     """The code is there; it need not run."""
 
 
-def kernels_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+def kernels_of(fn: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     """The generated kernels as interpreted functions, and how many programs of each Inductor launches, in order."""
     codes: list[str] = []
 
@@ -58,7 +66,7 @@ def kernels_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[t
         inductor_config.patch(cpu_backend="triton", force_disable_caches=True),
         pytest.raises(Exception, match="Caught"),
     ):
-        torch.compile(layer)(*args)
+        torch.compile(fn)(*args)
     kernels = dict(re.findall(r"async_compile\.triton\('(triton_tem_\w+)', '''(.*?)'''", codes[0], re.S))
     found = []
     for name, launch in re.findall(r"(triton_tem_\w+)\.run\((.*)\)", codes[0]):
@@ -68,19 +76,25 @@ def kernels_of(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[t
     return found
 
 
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 multiprocessors without instructions that the interpreter does not know."""
+    lowerings.register()
+    monkeypatch.setattr(inductor_templates, "is_aligned", lambda node: True)
+    monkeypatch.setattr(inductor_templates, "launches_early", lambda device: False)
+    monkeypatch.setattr(inductor_templates, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(inductor_pointwise, "has_ptx", lambda device: False)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "splits", "tma"),
     [(1, 384, 208, 4, False), (67, 384, 96, 2, True), (20, 100, 13, 2, False), (37, 384, 64, 1, True)],
 )
 def test_template(m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lowerings.register()
-    monkeypatch.setattr(inductor_templates, "is_aligned", lambda node: True)
-    monkeypatch.setattr(inductor_templates, "launches_early", lambda device: False)
-    monkeypatch.setattr(inductor_templates, "multiprocessors", lambda device: 16)
+    on_a_device(monkeypatch)
     config = GemmConfig(16, 256, 16, 4, 2, tma=tma, persistent=tma, splits=splits)
     monkeypatch.setattr(lowerings, "config_for", lambda *_: config)
     a, b, residual, scale = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5, torch.full((1,), 0.5)
-    *zeros, (kernel, programs) = kernels_of((a, b.t(), scale, residual), monkeypatch)
+    *zeros, (kernel, programs) = kernels_of(layer, (a, b.t(), scale, scale, residual), monkeypatch)
     tiles = -(-m // 16) * -(-n // 256)
     assert programs == min(tiles, 16 // splits if splits > 1 or tma else tiles) * splits
     out = {"RSTD": torch.full((m, -(-n // 256)), torch.nan), "out_ptr0": torch.full((m, n), torch.nan)}
@@ -103,3 +117,37 @@ def test_template(m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: p
         turns = given["COUNTERS"] // 2  # of two launches
         tiles_of = [len(range(group, tiles, programs // splits)) for group in range(16 // splits)]
         assert turns.tolist()[: len(tiles_of)] == [16 * count for count in tiles_of]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 208), (37, 100, 13)])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("fn", [layer, swish_norm])
+def test_scales_and_activations(
+    fn: Any, rowwise: bool, with_residual: bool, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a scale is applied to the product or together with rstd, which an activation in the body decides, and a
+    residual; rstd is that of the scaled product either way."""
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(lowerings, "config_for", lambda *_: GemmConfig(16, 256, 16, 4, 2))
+    a, b, residual = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n) * 5 if with_residual else None
+    sa, sb = (torch.rand(m, 1) * 1e-2, torch.rand(1, n) * 1e-2) if rowwise else (torch.rand(1) * 0.1, torch.rand(1))
+    if not rowwise:
+        sb = sb * 1e-3
+    ((kernel, programs),) = kernels_of(fn, (a, b.t(), sa, sb, residual), monkeypatch)
+    blocks = -(-n // 256)
+    out = {"RSTD": torch.full((m, blocks), torch.nan), "KEPT": torch.full((m, n), torch.nan)}
+    out |= {f"out_ptr{i}": torch.full((m, n), torch.nan) for i in range(2)}
+    given = {"A": a, "B": b, "SA": sa, "SB": sb, "R": residual, **out}
+    kernel[(programs,)](*(given[name.removeprefix("arg_")] for name in kernel.arg_names))
+    h = sa.double() * (a.double() @ b.double().t()) * sb.double()
+    h = h if residual is None else h + residual.double()
+    y, rstd = ref.block_norm(h, 256, 1e-5)
+    torch.testing.assert_close(out["RSTD"].double(), rstd, rtol=1e-4, atol=1e-6)
+    if fn is swish_norm:
+        torch.testing.assert_close(out["KEPT"].double(), h, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(out["out_ptr0"].double(), h * F.hardsigmoid(y), rtol=1e-4, atol=2e-5)
+        return
+    found = sorted((out["out_ptr0"], out["out_ptr1"]), key=lambda t: t.min().item())
+    torch.testing.assert_close(found[0].double(), y, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(found[1].double(), F.hardswish(y), rtol=1e-4, atol=2e-5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from loka_compile._compat import inductor_pointwise
 from loka_compile._compat import inductor_templates as inductor
 from loka_compile.kernels.config import BLOCK, GemmConfig, Scaling, scaling_of
 from loka_compile.lowering.fused import ops, ops_activation, split_template, template  # noqa: F401
@@ -18,10 +19,19 @@ _TMA_BYTES = 16
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor how to lower the two fused GEMMs and the barrier; the others need nothing but their kernels."""
+    """Tell Inductor how to lower the two fused GEMMs, the gate and the barrier; the others need nothing but their
+    kernels."""
     inductor.register(torch.ops.loka.gemm_block_norm.default, lower_gemm_block_norm)
     inductor.register(torch.ops.loka.gemm_norm_activation.default, lower_gemm_norm_activation)
+    inductor.register(torch.ops.loka.gate.default, lower_gate)
     inductor.register(torch.ops.loka.materialise.default, inductor.written)
+
+
+def lower_gate(x: Any) -> Any:
+    """A pointwise operator, which becomes a part of the GEMM that made x."""
+    if not inductor.makes_triton_code(x.get_device()):
+        return inductor.call_kernel(torch.ops.loka.gate.default, x)
+    return inductor_pointwise.gate(x)
 
 
 def lower_gemm_block_norm(
@@ -102,8 +112,9 @@ class _Rendering:
             inductor.template(f"loka_gemm_block_norm_{name}", source, grid), "loka_gemm_block_norm",
             [a, b, *self.scales, *self.added, *written.values()],
             inductor.output_layout(device, out_dtype, [self.m, self.n]), mutated_inputs=list(written.values()) or None,
-            launch_early=early, PDL=early, SCALING=scaling.kind, RESIDUAL=bool(self.added), WITH_RSTD="RSTD" in written,
-            KEEP="KEPT" in written, ACTIVATION=("", "hardswish", "swish_norm").index(self.activation),
+            launch_early=early, PDL=early, PTX=inductor_pointwise.has_ptx(device), SCALING=scaling.kind,
+            RESIDUAL=bool(self.added), WITH_RSTD="RSTD" in written, KEEP="KEPT" in written,
+            ACTIVATION=("", "hardswish", "swish_norm").index(self.activation),
             QUANTISED=int("QS" in written) + int("Q" in written), EPS=self.eps, FAST=self.fast,
             NUM_SMS=sms, EVEN_N=inductor.multiple_of(self.n, options["BLOCK_N"]),
             EVEN_K=inductor.multiple_of(self.k, options["BLOCK_K"]), ACC_TYPE="tl.float32", **options,

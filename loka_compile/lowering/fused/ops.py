@@ -5,6 +5,7 @@
     cast_transpose            FP8 of a tensor and of its transpose, from known maxima
     quantize_weights          every weight of a model in FP8, in both orientations
     turn_fp8                  the transpose of an FP8 tensor
+    gate                      relu6(x + 3) / 6, which Inductor makes one instruction of
     materialise               a tensor as it is; Inductor writes it to memory in a kernel that ends there
 
 All are functional: outputs are fresh, inputs are not written.
@@ -40,6 +41,7 @@ LIBRARY.define(
 )
 LIBRARY.define("quantize_weights(Tensor[] weights, ScalarType dtype, bool[] with_qt) -> Tensor[]", tags=_TAGS)
 LIBRARY.define("turn_fp8(Tensor x) -> Tensor", tags=_TAGS)
+LIBRARY.define("gate(Tensor x) -> Tensor", tags=_TAGS)
 LIBRARY.define("materialise(Tensor x) -> Tensor", tags=_TAGS)
 
 
@@ -197,12 +199,18 @@ def _turn_cuda(x: Tensor) -> Tensor:
     return turn(x.contiguous()) if x.numel() else _turn_any(x)
 
 
+def _gate(x: Tensor) -> Tensor:
+    """x in fp32 -> ``relu6(x + 3) / 6``, for who multiplies by x afterwards: what becomes of a NaN is open."""
+    return (x * (1 / 6) + 0.5).clamp(0.0, 1.0)
+
+
 for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
     ("block_norm_backward_amax", _backward_any, _backward_cuda, _backward_fake),
     ("cast_transpose", _cast_any, _cast_cuda, _cast_fake),
     ("quantize_weights", _weights_any, _weights_cuda, _weights_fake),
     ("turn_fp8", _turn_any, _turn_cuda, _turn_fake),
+    ("gate", _gate, _gate, torch.empty_like),
     ("materialise", torch.clone, torch.clone, torch.empty_like),
 ):
     LIBRARY.impl(_name, _any, "CPU")

@@ -5,6 +5,10 @@ the value in front of the norm as well, and FP8 in 1x128 blocks because their sc
 pointwise (HardSwish, residual, casts, the FP8 quantisation with a fixed scale) Inductor adds to ``store_output``
 itself.
 
+The tensor core waits while a tile is finished, so that each instruction a value takes shows in the kernel's time. One
+scale (or one of a row) is therefore applied together with rstd, a tile as wide as a block is not reshaped, and with PTX
+a gate is one instruction and the cast to FP8 saturates by itself.
+
 ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the
 template's output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With
 scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
@@ -13,6 +17,8 @@ scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
 """
 
 from __future__ import annotations
+
+from loka_compile._compat import inductor_pointwise
 
 NAMES = """\
 {% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) %}
@@ -119,12 +125,17 @@ pid_n = (tile % width) // group_size
 _FINISH = """\
 rm = FIRST_ROW + tl.arange(0, ROWS)
 rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+{% set LATER = SCALING in (1, 2) and not RESIDUAL and ACTIVATION != 2 %}
 {% if SCALING == 1 %}
-acc = acc * (tl.load(SA) * tl.load(SB))
+scale = tl.load(SA) * tl.load(SB)
 {% elif SCALING == 2 %}
-acc = acc * tl.load(SA + rm, mask=rm < M, other=0.0)[:, None] * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
+scale = tl.load(SA + rm, mask=rm < M, other=0.0)[:, None]
+acc = acc * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
 {% elif SCALING == 3 %}
 acc = tl.reshape(acc, (ROWS, BLOCK_N))
+{% endif %}
+{% if SCALING in (1, 2) and not LATER %}
+acc = acc * scale
 {% endif %}
 {% if RESIDUAL %}
 residual_at = rm[:, None] * {{stride("R", 0)}} + rn[None, :] * {{stride("R", 1)}}
@@ -133,14 +144,23 @@ acc += tl.load(R + residual_at, mask=(rm[:, None] < M) & (rn[None, :] < N), othe
 {% if not EVEN_N %}
 acc = tl.where(rn[None, :] < N, acc, 0.0)
 {% endif %}
-blocks = tl.reshape(acc, (ROWS, BLOCK_N // NORM, NORM))
 rb = pid_n * (BLOCK_N // NORM) + tl.arange(0, BLOCK_N // NORM)
-{% if EVEN_N %}
-mean_square = tl.sum(blocks * blocks, axis=2) * (1.0 / NORM)
+{% if BLOCK_N == NORM %}
+squares = tl.sum(acc * acc, axis=1, keep_dims=True)
 {% else %}
-mean_square = tl.sum(blocks * blocks, axis=2) / tl.minimum(NORM, tl.maximum(N - rb * NORM, 1)).to(tl.float32)[None, :]
+blocks = tl.reshape(acc, (ROWS, BLOCK_N // NORM, NORM))
+squares = tl.sum(blocks * blocks, axis=2)
+{% endif %}
+{% if LATER %}
+squares = squares * scale * scale
+{% endif %}
+{% if EVEN_N %}
+mean_square = squares * (1.0 / NORM)
+{% else %}
+mean_square = squares / tl.minimum(NORM, tl.maximum(N - rb * NORM, 1)).to(tl.float32)[None, :]
 {% endif %}
 rstd = tl.rsqrt(mean_square + EPS)
+factor = rstd{% if LATER %} * scale{% endif %}
 {% if WITH_RSTD %}
 rstd_mask = (rm[:, None] < M) & (rb[None, :] * NORM < N)
 tl.store(RSTD + rm[:, None] * ((N + NORM - 1) // NORM) + rb[None, :], rstd, mask=rstd_mask)
@@ -151,21 +171,22 @@ mask = (idx_m < M) & (idx_n < N)
 {% if KEEP and ACTIVATION == 2 %}
 tl.store(KEPT + idx_m * N + idx_n, acc.to(KEPT.dtype.element_ty), mask=mask)
 {% endif %}
-y = tl.reshape(blocks * rstd[:, :, None], (ROWS, BLOCK_N))
-{% if ACTIVATION == 2 %}
-gate = y * (1.0 / 6.0) + 0.5
-gate = tl.where(gate < 0.0, 0.0, gate)
-acc = acc * tl.where(gate > 1.0, 1.0, gate)
+{% if BLOCK_N == NORM %}
+y = acc * factor
 {% else %}
-{% if KEEP %}
+y = tl.reshape(blocks * factor[:, :, None], (ROWS, BLOCK_N))
+{% endif %}
+{% if KEEP and ACTIVATION != 2 %}
 tl.store(KEPT + idx_m * N + idx_n, y.to(KEPT.dtype.element_ty), mask=mask)
 {% endif %}
-{% if ACTIVATION == 1 %}
-acc = tl.where(y <= -3.0, 0.0, tl.where(y >= 3.0, y, y * (y * (1.0 / 6.0) + 0.5)))
-{% else %}
-acc = y
+{% if ACTIVATION and PTX %}
+gate = tl.inline_asm_elementwise("GATE_PTX", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+{% elif ACTIVATION %}
+gate = y * (1.0 / 6.0) + 0.5
+gate = tl.where(gate < 0.0, 0.0, gate)
+gate = tl.where(gate > 1.0, 1.0, gate)
 {% endif %}
-{% endif %}
+acc = {% if ACTIVATION == 2 %}acc * gate{% elif ACTIVATION == 1 %}y * gate{% else %}y{% endif %}
 {% if QUANTISED %}
 groups = tl.reshape(acc, (ROWS, BLOCK_N // 128, 128))
 largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
@@ -173,7 +194,9 @@ q_scale = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL) * (1.0 /
 rq = pid_n * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
 tl.store(QS + rq[None, :] * M + idx_m, q_scale, mask=(idx_m < M) & (rq[None, :] * 128 < N))
 q = tl.reshape(groups * (1.0 / q_scale)[:, :, None], (ROWS, BLOCK_N))
+{% if not PTX %}
 q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))
+{% endif %}
 {% if QUANTISED == 2 %}
 tl.store(Q + idx_m * N + idx_n, q.to(Q.dtype.element_ty), mask=mask)
 {% else %}
@@ -192,7 +215,8 @@ def indent(text: str, width: int) -> str:
 
 def finish(width: int, first_row: str = "pid_m * BLOCK_M", rows: str = "BLOCK_M") -> str:
     """The end of a tile, or of some of its rows; ``store_output`` must be told the indentation."""
-    return indent((_FINISH + _STORE % width).replace("FIRST_ROW", first_row).replace("ROWS", rows), width)
+    source = _FINISH.replace("GATE_PTX", inductor_pointwise.GATE_PTX) + _STORE % width
+    return indent(source.replace("FIRST_ROW", first_row).replace("ROWS", rows), width)
 
 
 #: One program per tile, operands by pointer: any strides, any alignment.
