@@ -87,7 +87,7 @@ class PreparedChain(nn.Module):
     @staticmethod
     def activation(y: torch.Tensor) -> torch.Tensor:
         y = y.float()
-        return torch.where(y <= -3, 0.0, torch.where(y >= 3, y, y * (y * (1 / 6) + 0.5)))
+        return y * torch.ops.loka.gate(y)
 
     def chain(self, x: torch.Tensor, first: torch.Tensor, rest, sixteenth) -> torch.Tensor:
         op = torch.ops.loka.gemm_block_norm

@@ -6,7 +6,8 @@ Each time is that of a process of its own with caches of its own: from ``torch.c
 training step, CUDA and Inductor's workers already started. Cold and then warm are processes with the same caches; warm
 is the median of three. Garbage is collected before the clock starts: a full pass takes as long as a third of a warm
 compile, and into which arm's it fell would depend on what was imported before. Modules come from bytecode, as they do
-where pip has installed them: a first process of each arm, whose time is dropped, writes it.
+where pip has installed them: two processes of each arm, whose times are dropped, write it. The others run alone, the
+arms in turn.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 ARMS = {"A": "A", "E": "E all FP8"}
-#: Processes of each arm, one after another, and what their time counts as.
-RUNS = ("bytecode", "cold", "warm", "warm", "warm")
+#: Processes of each arm, one after another, and what their time counts as. The first two, which import what a cold and
+#: a warm compile import, run beside the other arm's.
+RUNS = ("bytecode", "bytecode", "cold", "warm", "warm", "warm")
 
 
 def child(arm: str, batch: int, width: int, layers: int) -> float:
@@ -56,7 +58,7 @@ def child(arm: str, batch: int, width: int, layers: int) -> float:
 def measure(
     batch: int = 4096, width: int = 1024, layers: int = 4, seconds: float = 150.0
 ) -> dict[str, dict[str, float]]:
-    """Seconds by arm and by "cold" or "warm". Both arms compile at once, with half of the cores each.
+    """Seconds by arm and by "cold" or "warm"; the median where there are several.
 
     Raises:
         RuntimeError: a process failed or took longer than ``seconds``; its last words are in the message.
@@ -65,34 +67,42 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for state in RUNS:
-            caches = {arm: root / f"{arm}{'-first' * (state == 'bytecode')}" for arm in ARMS}
-            running = {arm: _start(arm, batch, width, layers, caches[arm], root / "bytecode") for arm in ARMS}
-            for arm, process in running.items():
-                try:
-                    out, error = process.communicate(timeout=seconds)
-                except subprocess.TimeoutExpired:
-                    for other in running.values():
-                        other.kill()
-                    raise RuntimeError(f"{arm} {state}: not compiled in {seconds} s") from None
-                if process.returncode != 0:
-                    raise RuntimeError(f"{arm} {state}: {error[-500:]}")
-                found[arm].setdefault(state, []).append(json.loads(out.splitlines()[-1]))
+            for together in [list(ARMS)] if state == "bytecode" else [[arm] for arm in ARMS]:
+                folders = {arm: root / f"{arm}{'-first' * (state == 'bytecode')}" for arm in together}
+                running = {
+                    a: _start(a, batch, width, layers, caches, root / "bytecode") for a, caches in folders.items()
+                }
+                for arm, time_of_arm in _finish(running, state, seconds).items():
+                    found[arm].setdefault(state, []).append(time_of_arm)
     return {
         arm: {state: statistics.median(times) for state, times in states.items() if state != "bytecode"}
         for arm, states in found.items()
     }
 
 
+def _finish(running: dict[str, subprocess.Popen[str]], state: str, seconds: float) -> dict[str, float]:
+    found = {}
+    for arm, process in running.items():
+        try:
+            out, error = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            for other in running.values():
+                other.kill()
+            raise RuntimeError(f"{arm} {state}: not compiled in {seconds} s") from None
+        if process.returncode != 0:
+            raise RuntimeError(f"{arm} {state}: {error[-500:]}")
+        found[arm] = json.loads(out.splitlines()[-1])
+    return found
+
+
 def _start(
     arm: str, batch: int, width: int, layers: int, caches: Path, bytecode: Path
 ) -> subprocess.Popen[str]:  # fmt: skip
-    threads = max(1, (os.cpu_count() or 2) // len(ARMS))
     env = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "PYTHONPYCACHEPREFIX": str(bytecode), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"), "LOKA_CACHE_DIR": str(caches / "loka"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
     }  # fmt: skip
     command = [sys.executable, __file__, arm, str(batch), str(width), str(layers)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -2,9 +2,9 @@
 
     python benchmarks/template_sweep.py --out results/ --seconds 60
 
-For each case (operand dtype, M, N, K, whether y and rstd are written too) the shipped configuration of
-data/fused_h200.json against others, in medians of CUDA-graph replays, interleaved, inputs rotated past the L2. Written
-case by case.
+For each case (activation, operand dtype, M, N, K, whether y and rstd are written too, fast accumulation) the shipped
+configuration of data/fused_h200.json against others, in medians of CUDA-graph replays, interleaved, inputs rotated past
+the L2. Written case by case. With HardSwish the result is FP8, with SwishNorm bf16.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,14 +28,40 @@ from loka_compile.kernels.config import GemmConfig  # noqa: E402
 from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-#: Operand dtype, M, N, K, training.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One GEMM with its epilogue."""
+
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    training: bool
+    fast: bool = True
+    gated: bool = False
+
+    @property
+    def name(self) -> str:
+        """How results call it."""
+        kind = f"{str(self.dtype).removeprefix('torch.')} {self.m}x{self.n}x{self.k}"
+        more = (" training" * self.training, " exact" * (not self.fast), " SwishNorm" * self.gated)
+        return kind + "".join(more)
+
+
 CASES = (
-    (E4M3, 4096, 512, 512, True), (E4M3, 4096, 512, 512, False), (BF16, 4096, 512, 512, False),
-    (BF16, 4096, 1024, 1024, False), (E4M3, 4096, 1024, 1024, True), (E4M3, 1024, 7680, 256, False),
-    (E4M3, 4096, 2048, 2048, True), (BF16, 4096, 2048, 2048, False), (E4M3, 4096, 1024, 1024, False),
-    (E4M3, 16384, 1024, 1024, True), (E4M3, 1024, 2048, 4096, False), (E4M3, 1024, 4096, 2048, False),
-    (BF16, 1024, 2048, 4096, False), (BF16, 1024, 4096, 2560, False), (E4M3, 1024, 1024, 1024, True),
-    (E4M3, 2048, 1024, 1024, True),
+    Case(E4M3, 4096, 512, 512, True), Case(E4M3, 4096, 512, 512, False), Case(BF16, 4096, 512, 512, False),
+    Case(BF16, 4096, 1024, 1024, False), Case(E4M3, 4096, 1024, 1024, True), Case(E4M3, 1024, 7680, 256, False),
+    Case(E4M3, 4096, 2048, 2048, True), Case(BF16, 4096, 2048, 2048, False), Case(E4M3, 4096, 1024, 1024, False),
+    Case(E4M3, 16384, 1024, 1024, True), Case(E4M3, 1024, 2048, 4096, False), Case(E4M3, 1024, 4096, 2048, False),
+    Case(BF16, 1024, 2048, 4096, False), Case(BF16, 1024, 4096, 2560, False), Case(E4M3, 1024, 1024, 1024, True),
+    Case(E4M3, 2048, 1024, 1024, True), Case(E4M3, 4096, 1024, 1024, False, fast=False),
+    Case(E4M3, 4096, 1024, 1024, True, fast=False), Case(E4M3, 2048, 1024, 1024, True, fast=False),
+    Case(E4M3, 4096, 2048, 2048, True, fast=False), Case(E4M3, 4096, 512, 512, True, fast=False),
+    Case(E4M3, 4096, 1024, 1024, False, gated=True), Case(E4M3, 4096, 1024, 1024, True, gated=True),
+    Case(BF16, 4096, 1024, 1024, False, gated=True), Case(BF16, 4096, 1024, 1024, True, gated=True),
+    Case(E4M3, 4096, 2048, 2048, True, gated=True), Case(BF16, 4096, 2048, 2048, True, gated=True),
 )  # fmt: skip
 #: Rows, columns and bytes of K of a tile, warps, stages, by descriptors (and then persistent).
 SHAPES = (
@@ -51,34 +78,39 @@ def config_of(shape: tuple[int, int, int, int, int, bool], itemsize: int) -> Gem
 
 def _activation(y: torch.Tensor) -> torch.Tensor:
     y = y.float()
-    return (torch.where(y <= -3, 0.0, torch.where(y >= 3, y, y * (y * (1 / 6) + 0.5))) * 16).to(E4M3)
+    return (y * torch.ops.loka.gate(y) * 16).to(E4M3)
 
 
-def layer(dtype: torch.dtype, training: bool) -> Callable[..., object]:
-    """What is compiled: GEMM, norm, activation and FP8 output, with what the backward needs if training."""
+def layer(case: Case) -> Callable[..., object]:
+    """What is compiled: GEMM, norm, activation and its output, with what the backward needs if training."""
 
     def fn(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> object:
-        scales = (s, s) if dtype == E4M3 else (None, None)
-        y, rstd = torch.ops.loka.gemm_block_norm(a, b.t(), *scales, 256, 1e-5, BF16, True, training)
-        return (_activation(y), y, rstd) if training else _activation(y)
+        scales = (s, s) if case.dtype == E4M3 else (None, None)
+        if case.gated:
+            flags = (case.fast, True, case.training, False)
+            found = torch.ops.loka.gemm_norm_activation(a, b.t(), *scales, "swish_norm", 256, 1e-5, BF16, BF16, *flags)
+            return found[:3] if case.training else found[0]
+        y, rstd = torch.ops.loka.gemm_block_norm(a, b.t(), *scales, 256, 1e-5, BF16, case.fast, case.training)
+        return (_activation(y), y, rstd) if case.training else _activation(y)
 
     return fn
 
 
-def case(dtype: torch.dtype, m: int, n: int, k: int, training: bool, log: Callable[[str], None]) -> dict[str, float]:
+def measure(case: Case, log: Callable[[str], None]) -> dict[str, float]:
     """Microseconds by configuration; one that does not compile is logged and left out."""
+    dtype, m, n, k = case.dtype, case.m, case.n, case.k
     one = torch.full((), 1 / 16, device="cuda")
     pairs = [
         tuple(torch.randn(rows, k, device="cuda", dtype=BF16).to(dtype) for rows in (m, n))
         for _ in range(copies_past_l2((m * k + n * k) * dtype.itemsize + 3 * m * n))
     ]
-    shipped = configs.config_for("gemm_block_norm", m, n, k, dtype.itemsize)
+    shipped = configs.config_for(configs.gemm_kernel(gated=case.gated), m, n, k, dtype.itemsize, case.fast)
     graphs, known = {}, lowerings.config_for
     for name, config in {"shipped": shipped, **{str(row): config_of(row, dtype.itemsize) for row in SHAPES}}.items():
         torch._dynamo.reset()
         lowerings.config_for = lambda *_, c=config: c  # type: ignore[assignment, misc]
         try:
-            compiled = torch.compile(layer(dtype, training))
+            compiled = torch.compile(layer(case))
             calls = [lambda a=a, b=b, f=compiled: f(a, b, one) for a, b in pairs]
             calls[0]()
             # Captured now: the next configuration resets Dynamo, and with it this one's compiled code.
@@ -95,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins after so long")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
@@ -104,15 +137,15 @@ def main() -> None:
     def log(text: str) -> None:
         print(f"[{time.time() - start:4.0f}s] {text}", flush=True)
 
-    for dtype, m, n, k, training in CASES:
-        kind = str(dtype).removeprefix("torch.")
-        name = f"{kind} {m}x{n}x{k}{' training' * training}"
-        if time.time() - start > options.seconds:
-            log(f"{name}: not run in time")
+    for case in CASES:
+        if options.only not in case.name:
             continue
-        times = case(dtype, m, n, k, training, log)
-        results["us"][name] = times
-        log(f"{name}: " + " | ".join(f"{config} {us:.1f}" for config, us in times.items()))
+        if time.time() - start > options.seconds:
+            log(f"{case.name}: not run in time")
+            continue
+        times = measure(case, log)
+        results["us"][case.name] = times
+        log(f"{case.name}: " + " | ".join(f"{config} {us:.1f}" for config, us in times.items()))
         (options.out / "template_sweep.json").write_text(json.dumps(results, indent=1) + "\n")
         torch.cuda.empty_cache()
 

@@ -207,6 +207,53 @@ def test_checkpointing_recomputes_the_same_bits(save_fp8):
         assert torch.equal(grad, want_grads[name]), name
 
 
+def kernels_of(call):
+    """Names of the kernels that a call launches, in order."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        call()
+        torch.cuda.synchronize()
+    kernels = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in sorted(kernels, key=lambda e: e.time_range.start)]
+
+
+def test_a_layer_is_one_kernel():
+    """Fixed scales are held by the graph, and the input's rows are quantised in one pass."""
+    parts = [m for _ in range(3) for m in (nn.Linear(512, 512), nn.LayerNorm(512), nn.SiLU())]
+    model = nn.Sequential(*parts).cuda().bfloat16().eval().requires_grad_(False)
+    recipes = {0: "rowwise_fast", 3: "tensorwise_fast", 6: "tensorwise_fast"}
+    plan = Plan([Decision(f"{i}#0", "forward", "torch", recipe) for i, recipe in recipes.items()])
+    compiled = torch.compile(model, backend="loka", options={"plan": plan, "freeze_weights": True})
+    x = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        names = kernels_of(lambda: compiled(x))
+    assert names[0] == "_rows_kernel"
+    assert len(names) == 4, names
+    assert all(name.startswith("triton_tem") for name in names[1:]), names
+
+
+def test_a_training_step_from_the_cache_gives_the_same_bits():
+    """Constants of the graph come back with it."""
+    from torch._dynamo.utils import counters
+
+    x, options = torch.randn(1024, 448, device="cuda", dtype=torch.bfloat16), {"plan": plan_of("torch:tensorwise_fast")}
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(1)
+        model = Chain().cuda().bfloat16()
+        found.append(step(torch.compile(model, backend="loka", options=options), x))
+    hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    assert hits > 0
+    (first, first_grads), (second, second_grads) = found
+    assert torch.equal(first, second)
+    assert all(torch.equal(first_grads[name], grad) for name, grad in second_grads.items())
+
+
 def test_auto_plans_for_this_card_and_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("LOKA_CACHE_DIR", str(tmp_path))
     model = Chain(2048, 3, 2048).cuda().bfloat16()

@@ -104,6 +104,20 @@ def once_a_graph(key: Any, make: Callable[[], Any]) -> Any:
     return made[key]
 
 
+def constant(value: float, device: torch.device) -> Any:
+    """A number as an fp32 buffer [] that the compiled graph holds; one of each per graph."""
+    from torch._inductor.virtualized import V
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def make() -> Any:
+        # Operators that Inductor calls instead of generating them are traced with the tensor itself.
+        V.fake_mode.allow_non_fake_inputs = True
+        with _disable_current_modes():  # a real tensor; through the host, so that it is there for every stream
+            return V.graph.add_tensor_constant(torch.tensor(value, dtype=torch.float32).to(device))
+
+    return once_a_graph(("constant", value, device), make)
+
+
 def register(op: Any, lower: Callable[..., Any]) -> None:
     """Make ``lower`` Inductor's lowering of ``op``, unless it has one."""
     from torch._inductor.lowering import lowerings, register_lowering

@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from loka_compile.config import LokaConfig
 from loka_compile.lowering import ahead
 from loka_compile.lowering.checkpointing import keep_fp8_between_regions
+from loka_compile.lowering.constants import hold_constants
 from loka_compile.lowering.decompose import check_lowered, decompose, decompose_unfusable
 from loka_compile.lowering.fused.forward import fuse
 from loka_compile.lowering.fused.inputs import quantise_inputs
@@ -134,6 +135,7 @@ class PostGradPass(CustomGraphPass):
                 ahead.build(graph)
             write_joined(graph, low.report)
         decompose(graph)
+        hold_constants(graph)
         if half == "backward":
             share_zero_gradients(graph)
         check_lowered(graph)

@@ -37,7 +37,10 @@ def test_shapes_are_written_and_broken_arms_left_out(monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "backward_sweep.json").exists()
 
 
-def test_a_configuration_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fast", "gated"), [(True, False), (False, False), (True, True)])
+def test_a_configuration_that_does_not_compile_is_left_out(
+    fast: bool, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import template_sweep
 
     def on_the_cpu(make):  # type: ignore[no-untyped-def]
@@ -56,7 +59,8 @@ def test_a_configuration_that_does_not_compile_is_left_out(monkeypatch: pytest.M
     monkeypatch.setattr(template_sweep, "copies_past_l2", lambda size: 2)
     lines: list[str] = []
     known = template_sweep.lowerings.config_for
-    found = template_sweep.case(template_sweep.E4M3, 64, 256, 64, True, lines.append)
+    case = template_sweep.Case(template_sweep.E4M3, 64, 256, 64, True, fast, gated)
+    found = template_sweep.measure(case, lines.append)
     assert list(found) == ["shipped", *(str(row) for row in template_sweep.SHAPES if row[4] != 3)]
     assert len(lines) == sum(row[4] == 3 for row in template_sweep.SHAPES)
     assert template_sweep.lowerings.config_for is known

@@ -55,6 +55,12 @@ def inference(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return (hardswish(y) * 16).to(E4M3)
 
 
+def fixed_scale(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    sixteenth = torch.ops.loka.constant(1 / 16, torch.device("cpu"))
+    h = inference(a, b, sixteenth, sb)
+    return inference(h, b, sixteenth, sb)
+
+
 def training(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, True)
     return (hardswish(y) * 16).to(E4M3), y, rstd
@@ -122,6 +128,7 @@ def joined(a: Any, b: Any, sa: Any, sb: Any) -> Any:
 CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "joined": (joined, 4096, 1024, 1024, None),
     "inference": (inference, 4096, 1024, 1024, None),
+    "fixed scale, twice": (fixed_scale, 4096, 1024, 1024, None),
     "more tiles than multiprocessors": (training, 4096, 2048, 1024, None),
     "training": (training, 4096, 1024, 1024, None),
     "short last block": (training, 199, 384, 64, None),
@@ -229,6 +236,7 @@ def main() -> None:
             "kernels": sorted(set(re.findall(r"def (triton_\w+)\(", codes[-1]))),
             "descriptors": codes[-1].count("tl.make_tensor_descriptor("),
             "stores": codes[-1].count("tl.store("),
+            "constants": len(set(re.findall(r"^constant\d+ = ", codes[-1], re.M))),
             "counters": codes[-1].count("COUNTERS"),
             "launches": codes[-1].count(".run("),
             **(resources(codes[-1]) if name in COMPILED else {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loka_compile.lowering import constants
 from loka_compile.lowering.fused import gradients, grouped, inputs, joined, joint, product, turns
 
 
@@ -17,3 +18,4 @@ def _emit_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "on_this_device", lambda value: "")
     monkeypatch.setattr(turns, "on_this_device", lambda value: "")
     monkeypatch.setattr(joined, "on_this_device", lambda value: "")
+    monkeypatch.setattr(constants, "on_this_device", lambda value: "")

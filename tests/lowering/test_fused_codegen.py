@@ -63,6 +63,12 @@ def test_scales_in_blocks_are_read_where_they_lie(generated: dict[str, Any], cas
     assert sum("gemm_block_norm" in kernel for kernel in generated[case]["kernels"]) == 1
 
 
+def test_a_fixed_scale_is_no_kernel(generated: dict[str, Any]) -> None:
+    found = generated["fixed scale, twice"]
+    assert found["launches"] == 2
+    assert found["constants"] == 1
+
+
 def test_what_is_materialised_is_written_by_kernels_that_end_there(generated: dict[str, Any]) -> None:
     """Its two pieces each where they are made, so that the rounding reads one tensor."""
     found = generated["joined"]

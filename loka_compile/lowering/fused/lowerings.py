@@ -19,11 +19,12 @@ _TMA_BYTES = 16
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor how to lower the two fused GEMMs, the gate and the barrier; the others need nothing but their
-    kernels."""
+    """Tell Inductor how to lower the two fused GEMMs, the gate, constants and the barrier; the others need nothing but
+    their kernels."""
     inductor.register(torch.ops.loka.gemm_block_norm.default, lower_gemm_block_norm)
     inductor.register(torch.ops.loka.gemm_norm_activation.default, lower_gemm_norm_activation)
     inductor.register(torch.ops.loka.gate.default, lower_gate)
+    inductor.register(torch.ops.loka.constant.default, inductor.constant)
     inductor.register(torch.ops.loka.materialise.default, inductor.written)
 
 

@@ -6,6 +6,7 @@
     quantize_weights          every weight of a model in FP8, in both orientations
     turn_fp8                  the transpose of an FP8 tensor
     gate                      relu6(x + 3) / 6, which Inductor makes one instruction of
+    constant                  a number that a GEMM reads from memory; in compiled code it is there before the call
     materialise               a tensor as it is; Inductor writes it to memory in a kernel that ends there
 
 All are functional: outputs are fresh, inputs are not written.
@@ -42,6 +43,7 @@ LIBRARY.define(
 LIBRARY.define("quantize_weights(Tensor[] weights, ScalarType dtype, bool[] with_qt) -> Tensor[]", tags=_TAGS)
 LIBRARY.define("turn_fp8(Tensor x) -> Tensor", tags=_TAGS)
 LIBRARY.define("gate(Tensor x) -> Tensor", tags=_TAGS)
+LIBRARY.define("constant(float value, Device device) -> Tensor", tags=_TAGS)
 LIBRARY.define("materialise(Tensor x) -> Tensor", tags=_TAGS)
 
 
@@ -203,6 +205,14 @@ def _gate(x: Tensor) -> Tensor:
     """x in fp32 -> ``relu6(x + 3) / 6``, for who multiplies by x afterwards: what becomes of a NaN is open."""
     return (x * (1 / 6) + 0.5).clamp(0.0, 1.0)
 
+
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor [] in fp32."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+LIBRARY.impl("constant", _constant, "CompositeExplicitAutograd")
+torch.library.register_fake("loka::constant", lambda value, device: torch.empty((), device=device), lib=LIBRARY)
 
 for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
