@@ -5,10 +5,9 @@
 One layer forward, as the backend compiles it with ``fuse`` off ("apart") and on ("fused"), weights quantised once, for
 the batches and widths of recommendation models: the pairs of the paper's figure 13 at batch 1024, and the long
 contractions of DHEN and Wukong at batch 8192. In FP8 both arms quantise the bf16 input in the same way, with one scale
-or by rows. "GEMM" is
-cuBLASLt's bare GEMM on operands of that dtype, which bounds what fusion can reach. Medians of CUDA-graph replays, arms
-interleaved, inputs rotated past the L2. Shapes at which "fused" loses are those that ``data/fused_h200.json`` leaves to
-"apart"; ``--all-fused`` measures them nevertheless.
+or by rows. "GEMM" is cuBLASLt's bare GEMM on operands of that dtype, which bounds what fusion can reach. Medians of
+CUDA-graph replays, arms interleaved, inputs rotated past the L2. Shapes at which "fused" loses are those that
+``data/fused_h200.json`` leaves to "apart"; ``--all-fused`` measures them nevertheless.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from loka_compile.lowering.fused import configs  # noqa: E402
 SHAPES = (
     *((BATCH, k, n) for k, n in PAIRS),
     *((8192, k, n) for k in (512, 1024, 2048, 3072, 4096, 5616, 8192, 12256) for n in (1024, 2048)),
-    (4096, 4096, 4096), (4096, 8192, 2048),
+    (4096, 4096, 4096), (4096, 8192, 2048), (4096, 2048, 256), (4096, 7680, 256), (1024, 2048, 512), (2048, 4096, 512),
 )  # fmt: skip
 PLANS = {"bf16": "high_precision:native", "FP8": "torch:tensorwise_fast", "rows": "torch:rowwise_fast"}
 

@@ -3,8 +3,9 @@
     python benchmarks/template_sweep.py --out results/ --seconds 60
 
 For each case (activation, operand dtype, M, N, K, whether y and rstd are written too, fast accumulation) the shipped
-configuration of data/fused_h200.json against others, in medians of CUDA-graph replays, interleaved, inputs rotated past
-the L2. Written case by case. With HardSwish the result is FP8, with SwishNorm bf16.
+configuration of data/fused_h200.json against others, and against cuBLASLt's GEMM with what Inductor makes of the rest
+("apart"), in medians of CUDA-graph replays, interleaved, inputs rotated past the L2. Written case by case. With
+HardSwish the result is FP8, with SwishNorm bf16 or FP8 in 1x128 blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 from _timing import capture, copies_past_l2, measure_graphs  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
+from loka_compile.gemm import Scaling  # noqa: E402
 from loka_compile.kernels.config import GemmConfig  # noqa: E402
 from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
+from loka_compile.lowering.quantize import packed, quantize  # noqa: E402
+from loka_compile.ops import block_norm_ref  # noqa: E402
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
@@ -41,13 +46,14 @@ class Case:
     training: bool
     fast: bool = True
     gated: bool = False
+    blocks: bool = False
 
     @property
     def name(self) -> str:
         """How results call it."""
         kind = f"{str(self.dtype).removeprefix('torch.')} {self.m}x{self.n}x{self.k}"
-        more = (" training" * self.training, " exact" * (not self.fast), " SwishNorm" * self.gated)
-        return kind + "".join(more)
+        words = {"training": self.training, "exact": not self.fast, "SwishNorm": self.gated, "1x128": self.blocks}
+        return " ".join([kind, *(word for word, true in words.items() if true)])
 
 
 CASES = (
@@ -61,7 +67,15 @@ CASES = (
     Case(E4M3, 4096, 2048, 2048, True, fast=False), Case(E4M3, 4096, 512, 512, True, fast=False),
     Case(E4M3, 4096, 1024, 1024, False, gated=True), Case(E4M3, 4096, 1024, 1024, True, gated=True),
     Case(BF16, 4096, 1024, 1024, False, gated=True), Case(BF16, 4096, 1024, 1024, True, gated=True),
-    Case(E4M3, 4096, 2048, 2048, True, gated=True), Case(BF16, 4096, 2048, 2048, True, gated=True),
+    Case(E4M3, 4096, 2048, 2048, False, gated=True), Case(E4M3, 4096, 2048, 2048, True, gated=True),
+    Case(BF16, 4096, 2048, 2048, False, gated=True), Case(BF16, 4096, 2048, 2048, True, gated=True),
+    Case(E4M3, 4096, 4096, 4096, True, gated=True), Case(BF16, 4096, 4096, 4096, True, gated=True),
+    Case(E4M3, 16384, 1024, 1024, True, gated=True), Case(BF16, 16384, 1024, 1024, True, gated=True),
+    Case(E4M3, 4096, 512, 512, True, gated=True), Case(E4M3, 4096, 512, 512, True, fast=False, gated=True),
+    Case(E4M3, 4096, 1024, 1024, True, fast=False, gated=True), Case(E4M3, 1024, 1024, 1024, True, gated=True),
+    Case(E4M3, 1024, 2048, 4096, True, gated=True), Case(BF16, 1024, 2048, 4096, True, gated=True),
+    Case(E4M3, 4096, 1024, 1024, False, gated=True, blocks=True),
+    Case(E4M3, 4096, 2048, 2048, False, gated=True, blocks=True),
 )  # fmt: skip
 #: Rows, columns and bytes of K of a tile, warps, stages, by descriptors (and then persistent).
 SHAPES = (
@@ -87,11 +101,32 @@ def layer(case: Case) -> Callable[..., object]:
     def fn(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> object:
         scales = (s, s) if case.dtype == E4M3 else (None, None)
         if case.gated:
-            flags = (case.fast, True, case.training, False)
+            flags = (case.fast, not case.blocks, case.training, case.blocks)
             found = torch.ops.loka.gemm_norm_activation(a, b.t(), *scales, "swish_norm", 256, 1e-5, BF16, BF16, *flags)
+            if case.blocks:
+                return found[3:]
             return found[:3] if case.training else found[0]
         y, rstd = torch.ops.loka.gemm_block_norm(a, b.t(), *scales, 256, 1e-5, BF16, case.fast, case.training)
         return (_activation(y), y, rstd) if case.training else _activation(y)
+
+    return fn
+
+
+def apart(case: Case) -> Callable[..., object]:
+    """The same from cuBLASLt's GEMM and what Inductor makes of the rest."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> object:
+        fp8 = case.dtype == E4M3
+        h = torch._scaled_mm(a, b.t(), s, s, None, None, BF16, case.fast) if fp8 else a @ b.t()
+        y, rstd = block_norm_ref(h, 256, 1e-5)
+        if not case.gated:
+            q = (F.hardswish(y.float()) * 16).to(E4M3)
+            return (q, y, rstd) if case.training else q
+        out = h * F.hardsigmoid(y)
+        if case.blocks:
+            q, scale = quantize(out, Scaling.BLOCK_1X128)
+            return q, packed(scale.t())
+        return (out, rstd) if case.training else out
 
     return fn
 
@@ -104,13 +139,15 @@ def measure(case: Case, log: Callable[[str], None]) -> dict[str, float]:
         tuple(torch.randn(rows, k, device="cuda", dtype=BF16).to(dtype) for rows in (m, n))
         for _ in range(copies_past_l2((m * k + n * k) * dtype.itemsize + 3 * m * n))
     ]
-    shipped = configs.config_for(configs.gemm_kernel(gated=case.gated), m, n, k, dtype.itemsize, case.fast)
+    kernel = configs.gemm_kernel(gated=case.gated, quantised=case.blocks)
+    shipped = configs.config_for(kernel, m, n, k, dtype.itemsize, case.fast)
     graphs, known = {}, lowerings.config_for
-    for name, config in {"shipped": shipped, **{str(row): config_of(row, dtype.itemsize) for row in SHAPES}}.items():
+    others = {str(row): config_of(row, dtype.itemsize) for row in SHAPES}
+    for name, config in {"apart": None, "shipped": shipped, **others}.items():
         torch._dynamo.reset()
         lowerings.config_for = lambda *_, c=config: c  # type: ignore[assignment, misc]
         try:
-            compiled = torch.compile(layer(case))
+            compiled = torch.compile(layer(case) if config is not None else apart(case))
             calls = [lambda a=a, b=b, f=compiled: f(a, b, one) for a, b in pairs]
             calls[0]()
             # Captured now: the next configuration resets Dynamo, and with it this one's compiled code.

@@ -235,7 +235,7 @@ def test_a_layer_is_one_kernel():
     assert all(name.startswith("triton_tem") for name in names[1:]), names
 
 
-def test_a_training_step_from_the_cache_gives_the_same_bits():
+def test_a_training_step_from_the_cache_gives_the_same_bits(compile_cache):
     """Constants of the graph come back with it."""
     from torch._dynamo.utils import counters
 

@@ -39,5 +39,8 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
     assert find("gemm_block_norm", 4096, 256, 18480, 1) is None
     assert find("gemm_block_norm", 2048, 256, 18480, 1, False) is None
     assert find("gemm_block_norm", 8192, 2048, 12256, 1) is not None
+    # Tiles that fill the device once in part: in bf16. torch's GEMM of rows with a scale each is no match.
+    assert [find("gemm_block_norm", 1024, 2560, 4096, size) is None for size in (1, 2)] == [False, True]
+    assert [find("gemm_block_norm", 1024, 256, 7680, 1, True, rows) is None for rows in (False, True)] == [True, False]
     grouped = {(n, fast): find("grouped_gemm", n, n, 4096, 1, fast) is not None for n in (512, 1024) for fast in (0, 1)}
     assert grouped == {(512, 0): True, (512, 1): True, (1024, 0): False, (1024, 1): True}

@@ -245,7 +245,7 @@ def test_fp32_and_the_cpu_are_refused() -> None:
     assert "for CUDA, not cpu" in report.fusions[0]
 
 
-@pytest.mark.parametrize("shape", [(1024, 256, 7680), (512, 512, 2048), (1024, 2560, 4096)])
+@pytest.mark.parametrize("shape", [(1024, 256, 7680), (512, 512, 2048)])
 def test_what_a_library_and_a_kernel_behind_it_do_faster_is_left_apart(shape: tuple[int, int, int]) -> None:
     gm, report = trace(chain, *fp8_inputs(*shape)), Report()
     assert fuse(gm.graph, report) == 0

@@ -1,7 +1,8 @@
 """Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
-bounds M, N, K, M * N, the number of 128x256 output tiles, the bytes of an operand's number, or whether sums are fast.
+bounds M, N, K, M * N, the number of 128x256 output tiles, the bytes of an operand's number, or whether (1) or not (0)
+sums are fast, or rows have a scale each.
 Where no rule holds, or the first that holds says "apart", the kernel is not used, because it was not faster than its
 parts.
 """
@@ -30,14 +31,17 @@ def gemm_kernel(in_blocks: bool = False, gated: bool = False, quantised: bool = 
     return f"gemm_{'swish' if gated else 'block'}_norm{'_in_blocks' * in_blocks}{'_to_blocks' * quantised}"
 
 
-def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) -> dict[str, Any] | None:
+def find(
+    kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False
+) -> dict[str, Any] | None:
     """The first rule of ``kernel`` that holds for ``[m, k] @ [k, n]`` with operands of ``itemsize`` bytes, or None.
 
-    Without ``fast`` accumulation a second accumulator needs registers, so that tiles must be smaller.
+    Without ``fast`` accumulation a second accumulator needs registers, so that tiles must be smaller. torch's GEMM of
+    operands with a scale per row (``rowwise``) is slower than the one with one scale, so that fusion pays for more.
     """
     tiles = -(-m // 128) * -(-n // 256)
     sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "itemsize": itemsize, "fast": int(fast or itemsize > 1)}
-    sizes["elements"] = m * n
+    sizes |= {"elements": m * n, "rowwise": int(rowwise)}
     for rule in _rules()[kernel]:
         when = rule.get("when", {})
         if all(low <= sizes[name] <= high for name, (low, high) in when.items()):
@@ -45,9 +49,11 @@ def find(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) 
     return None
 
 
-def config_for(kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True) -> GemmConfig:
+def config_for(
+    kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False
+) -> GemmConfig:
     """The configuration for a shape; the general one where the kernel would not be chosen for it."""
-    rule = find(kernel, m, n, k, itemsize, fast)
+    rule = find(kernel, m, n, k, itemsize, fast, rowwise)
     return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
 
 

@@ -79,7 +79,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     parts = 1
     if not product.in_blocks:
         itemsize = dtype_of(product.a).itemsize
-        parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast).splits
+        parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast, product.rowwise).splits
     kind = kind_of(product)
     wide = norm.meta["val"][0].dtype
     out_dtype = wide if y is None else handed_on(product, y)

@@ -97,7 +97,7 @@ class _Rendering:
         config = config_for(
             gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written),
             inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
-            self.fast,
+            self.fast, scaling.kind == 2,
         ).fitting(itemsize, widest, inductor.shared_memory(device))  # fmt: skip
         sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
         plain = not scaling.in_blocks and not self.activation

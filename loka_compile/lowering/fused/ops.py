@@ -85,8 +85,8 @@ def _gemm_block_norm_cuda(
     if y.numel() == 0:
         return y, rstd
     (m, k), n = a.shape, b.shape[1]
-    kernel = gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks)
-    config = config_for(kernel, m, n, k, a.element_size(), fast)
+    scaling = ref.scaling(scale_a, scale_b, m, n)
+    config = config_for(gemm_kernel(scaling.in_blocks), m, n, k, a.element_size(), fast, scaling.kind == 2)
     config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,

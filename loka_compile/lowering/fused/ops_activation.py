@@ -77,8 +77,9 @@ def _cuda(
     if not any(t.numel() for t in found):
         return found
     (m, k), n = a.shape, b.shape[1]
-    kernel = gemm_kernel(ref.scaling(scale_a, scale_b, m, n).in_blocks, activation == "swish_norm", quantised)
-    config = config_for(kernel, m, n, k, a.element_size(), fast)
+    scaling = ref.scaling(scale_a, scale_b, m, n)
+    kernel = gemm_kernel(scaling.in_blocks, activation == "swish_norm", quantised)
+    config = config_for(kernel, m, n, k, a.element_size(), fast, scaling.kind == 2)
     config = config.fitting(a.element_size(), max(out_dtype.itemsize, kept_dtype.itemsize), shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, out if with_out else None, rstd if kept else None,

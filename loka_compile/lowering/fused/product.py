@@ -58,6 +58,11 @@ class Product:
     total: fx.Node | None = None
 
     @property
+    def rowwise(self) -> bool:
+        """Whether each row of A and each column of B has a scale."""
+        return not self.in_blocks and self.scale_a is not None and self.scale_a.meta["val"].numel() != 1
+
+    @property
     def value(self) -> fx.Node:
         """What the norm reads, without casts and views: the GEMM's result, or its sum with the residual."""
         return self.node if self.total is None else self.total
@@ -178,7 +183,7 @@ def refusal(norm: fx.Node, product: Product, gated: bool = False, quantised: boo
     if m is None or n is None or k is None:
         return "its size is unknown when compiling"
     kernel = configs.gemm_kernel(product.in_blocks, gated, quantised)
-    if configs.find(kernel, m, n, k, operand.itemsize, product.fast) is None:
+    if configs.find(kernel, m, n, k, operand.itemsize, product.fast, product.rowwise) is None:
         of = f"{' with SwishNorm' * gated}{' of block scales' * product.in_blocks}"
         return f"at {m}x{n}x{k} the fused kernel{of} was not measured to be faster"
     return ""
