@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import torch
+from _epilogue import hardswish
 from torch import nn
 
 from loka_compile.plan import Decision, Plan
@@ -84,17 +85,12 @@ class PreparedChain(nn.Module):
         self.sixteenth = torch.tensor(1 / 16, device=DEVICE)
         self.compiled = torch.compile(self.chain)
 
-    @staticmethod
-    def activation(y: torch.Tensor) -> torch.Tensor:
-        y = y.float()
-        return y * torch.ops.loka.gate(y)
-
     def chain(self, x: torch.Tensor, first: torch.Tensor, rest, sixteenth) -> torch.Tensor:
         op = torch.ops.loka.gemm_block_norm
-        h = self.activation(op(x, first.t(), None, None, 256, 1e-5, torch.bfloat16, True, False)[0])
+        h = hardswish(op(x, first.t(), None, None, 256, 1e-5, torch.bfloat16, True, False)[0])
         for w, s in rest:
             q = (h * 16).to(torch.float8_e4m3fn)
-            h = self.activation(op(q, w.t(), sixteenth, s, 256, 1e-5, torch.bfloat16, True, False)[0])
+            h = hardswish(op(q, w.t(), sixteenth, s, 256, 1e-5, torch.bfloat16, True, False)[0])
         return h.bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

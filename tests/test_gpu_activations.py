@@ -74,8 +74,14 @@ def error(got, want):
 
 @pytest.mark.parametrize(
     ("candidate", "batch"),
-    [("torch:blockwise", 199), ("torch:blockwise", 1), ("torch:tensorwise_fast", 199), ("high_precision:native", 199),
-     ("torch:rowwise_fast", 199), ("torch:tensorwise", 199)],
+    [
+        ("torch:blockwise", 199),
+        ("torch:blockwise", 1),
+        ("torch:tensorwise_fast", 199),
+        ("high_precision:native", 199),
+        ("torch:rowwise_fast", 199),
+        ("torch:tensorwise", 199),
+    ],
 )
 def test_output_and_gradients(candidate, batch, monkeypatch):
     known = configs.find

@@ -147,6 +147,8 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "1x128 scales": (rows_of_blocks, 4096, 1024, 1024, None),
     "SwishNorm": (activated("swish_norm", True, False, False), 4096, 1024, 1024, None),
     "SwishNorm, training": (activated("swish_norm", True, True, False), 4096, 1024, 1024, None),
+    "SwishNorm, training, two waves": (activated("swish_norm", True, True, False), 4096, 2048, 2048, None),
+    "SwishNorm, FP8 alone, two waves": (activated("swish_norm", False, False, True), 4096, 2048, 2048, None),
     "SwishNorm, short last block": (activated("swish_norm", True, True, False), 199, 384, 64, None),
     "SwishNorm, FP8 alone": (activated("swish_norm", False, False, True), 4096, 1024, 1024, None),
     "SwishNorm, all": (activated("swish_norm", True, True, True), 199, 384, 64, True),

@@ -39,6 +39,8 @@ def generated() -> dict[str, Any]:
         ("SwishNorm, training", 3),
         ("SwishNorm, short last block", 3),
         ("SwishNorm, FP8 alone", 2),
+        ("SwishNorm, training, two waves", 3),
+        ("SwishNorm, FP8 alone, two waves", 2),
         ("SwishNorm, all", 5),
         ("HardSwish, FP8 and y", 4),
     ],
@@ -80,6 +82,8 @@ def test_what_is_materialised_is_written_by_kernels_that_end_there(generated: di
 
 def test_descriptors_only_where_a_program_has_a_next_tile_to_read_ahead(generated: dict[str, Any]) -> None:
     assert generated["more tiles than multiprocessors"]["descriptors"] == 2
+    assert generated["SwishNorm, training, two waves"]["descriptors"] == 2
+    assert generated["SwishNorm, training"]["descriptors"] == 0
     assert generated["inference"]["descriptors"] == 0
     assert generated["unaligned"]["descriptors"] == 0
 
@@ -155,6 +159,8 @@ def test_the_template_computes_the_same_in_the_interpreter() -> None:
         "1x128 scales",
         "SwishNorm, training",
         "SwishNorm, FP8 alone",
+        "SwishNorm, training, two waves",
+        "SwishNorm, FP8 alone, two waves",
         "SwishNorm, fp32 model",
         "SwishNorm, fp32 kept",
         "HardSwish, FP8 and y",

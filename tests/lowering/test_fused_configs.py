@@ -18,7 +18,7 @@ SMALL, MIDDLE, WIDE = (4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048)
         (True, True, True, 1, {SMALL}),
         (False, True, False, 1, {SMALL, MIDDLE, WIDE}),
         (False, True, False, 2, {SMALL, MIDDLE, WIDE}),
-        (False, True, True, 1, {SMALL, MIDDLE}),
+        (False, True, True, 1, {SMALL, MIDDLE, WIDE}),
         (False, True, True, 2, set()),
         (False, False, True, 1, set()),
     ],
