@@ -145,6 +145,25 @@ def test_templates_of_inductor():
     assert hasattr(type(V), "graph") or hasattr(V, "graph")
 
 
+def test_what_our_operators_are_lowered_with():
+    """An instruction in a pointwise kernel, and a tensor that the compiled graph holds."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.lowering import make_pointwise
+    from torch._inductor.ops_handler import OpsHandler
+    from torch._inductor.virtualized import V
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    assert callable(make_pointwise)
+    asm = inspect.signature(OpsHandler.inline_asm_elementwise).parameters
+    assert {"asm", "constraints", "dtype", "is_pure", "pack"} <= set(asm)
+    assert list(inspect.signature(GraphLowering.add_tensor_constant).parameters)[:2] == ["self", "data"]
+    mode = torch._subclasses.FakeTensorMode()
+    with mode, _disable_current_modes():
+        assert type(torch.ones(())) is torch.Tensor
+    with V.set_fake_mode(mode):
+        assert V.fake_mode.allow_non_fake_inputs is False
+
+
 def test_workers_of_inductor():
     """What ``_compat/kernel_cache.py`` asks of them: no arguments, no waiting."""
     from torch._inductor.async_compile import AsyncCompile
