@@ -113,7 +113,7 @@ def constant(value: float, device: torch.device) -> Any:
         # Operators that Inductor calls instead of generating them are traced with the tensor itself.
         V.fake_mode.allow_non_fake_inputs = True
         with _disable_current_modes():  # a real tensor; through the host, so that it is there for every stream
-            return V.graph.add_tensor_constant(torch.tensor(value, dtype=torch.float32).to(device))
+            return V.graph.add_tensor_constant(torch.tensor(value, dtype=torch.float32, device="cpu").to(device))
 
     return once_a_graph(("constant", value, device), make)
 
