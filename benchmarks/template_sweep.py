@@ -81,7 +81,7 @@ CASES = (
 #: Rows, columns and bytes of K of a tile, warps, stages, by descriptors (and then persistent).
 SHAPES = (
     (64, 256, 128, 8, 4, False), (64, 256, 128, 4, 4, False), (64, 256, 64, 4, 4, False), (128, 256, 128, 8, 3, False),
-    (64, 256, 128, 4, 4, True), (128, 256, 128, 8, 3, True),
+    (64, 256, 128, 4, 4, True), (64, 256, 128, 8, 4, True), (128, 256, 128, 8, 3, True),
 )  # fmt: skip
 
 

@@ -81,15 +81,18 @@ def error(got, want):
         ("high_precision:native", 199),
         ("torch:rowwise_fast", 199),
         ("torch:tensorwise", 199),
+        ("torch:tensorwise_fast", 9000),
+        ("high_precision:native", 9000),
     ],
 )
 def test_output_and_gradients(candidate, batch, monkeypatch):
     known = configs.find
 
     def find(kernel, *sizes):
-        return {} if "swish" in kernel or "blocks" in kernel else known(kernel, *sizes)
+        rule = known(kernel, *sizes)
+        return {} if rule is None and ("swish" in kernel or "blocks" in kernel) else rule
 
-    # At any shape, measured to be faster there or not: here they have to be right.
+    # As shipped, and at any other shape: here they have to be right. 9000 rows are more tiles than multiprocessors.
     monkeypatch.setattr(configs, "find", find)
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -105,12 +105,22 @@ def once_a_graph(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def constant(value: float, device: torch.device) -> Any:
-    """A number as an fp32 buffer [] that the compiled graph holds; one of each per graph."""
+    """A number as an fp32 buffer [] that the compiled graph holds; one of each per graph.
+
+    In a graph inside of another (a branch of ``torch.cond``) a kernel writes it: torch 2.11 to 2.13 hand
+    constants to the outermost graph's code alone.
+    """
+    from torch._inductor.graph import SubgraphLowering
+    from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
     from torch.utils._python_dispatch import _disable_current_modes
 
+    if isinstance(V.graph, SubgraphLowering):
+        return lowerings[torch.ops.aten.full.default]([], value, dtype=torch.float32, device=device)
+
     def make() -> Any:
-        # Operators that Inductor calls instead of generating them are traced with the tensor itself.
+        # Operators that Inductor calls instead of generating them are traced with the tensor itself. From here on: the
+        # mode belongs to this compile, and freezing does the same to it.
         V.fake_mode.allow_non_fake_inputs = True
         with _disable_current_modes():  # a real tensor; through the host, so that it is there for every stream
             return V.graph.add_tensor_constant(torch.tensor(value, dtype=torch.float32, device="cpu").to(device))

@@ -39,12 +39,17 @@ def layer(a: Any, b: Any, sa: Any, sb: Any, r: Any) -> Any:
     return y * torch.ops.loka.gate(y), y, rstd
 
 
-def swish_norm(a: Any, b: Any, sa: Any, sb: Any, r: Any) -> Any:
-    fp32, flags = torch.float32, (True, True, True, False)
-    out, h, rstd, _, _ = torch.ops.loka.gemm_norm_activation(
-        a, b, sa, sb, "swish_norm", 256, 1e-5, fp32, fp32, *flags, r
-    )
-    return out, h, rstd
+def in_body(activation: str, block: int = 256) -> Any:
+    """The activation in the template's body; what it keeps is h, or y for HardSwish."""
+
+    def fn(a: Any, b: Any, sa: Any, sb: Any, r: Any) -> Any:
+        fp32, flags = torch.float32, (True, True, True, False)
+        out, kept, rstd, _, _ = torch.ops.loka.gemm_norm_activation(
+            a, b, sa, sb, activation, block, 1e-5, fp32, fp32, *flags, r
+        )
+        return out, kept, rstd
+
+    return fn
 
 
 class Caught(Exception):
@@ -122,9 +127,9 @@ def test_template(m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: p
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 384, 208), (37, 100, 13)])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("rowwise", [False, True])
-@pytest.mark.parametrize("fn", [layer, swish_norm])
+@pytest.mark.parametrize("activation", ["", "swish_norm"])
 def test_scales_and_activations(
-    fn: Any, rowwise: bool, with_residual: bool, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+    activation: str, rowwise: bool, with_residual: bool, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a scale is applied to the product or together with rstd, which an activation in the body decides, and a
     residual; rstd is that of the scaled product either way."""
@@ -134,6 +139,7 @@ def test_scales_and_activations(
     sa, sb = (torch.rand(m, 1) * 1e-2, torch.rand(1, n) * 1e-2) if rowwise else (torch.rand(1) * 0.1, torch.rand(1))
     if not rowwise:
         sb = sb * 1e-3
+    fn = in_body(activation) if activation else layer
     ((kernel, programs),) = kernels_of(fn, (a, b.t(), sa, sb, residual), monkeypatch)
     blocks = -(-n // 256)
     out = {"RSTD": torch.full((m, blocks), torch.nan), "KEPT": torch.full((m, n), torch.nan)}
@@ -144,10 +150,38 @@ def test_scales_and_activations(
     h = h if residual is None else h + residual.double()
     y, rstd = ref.block_norm(h, 256, 1e-5)
     torch.testing.assert_close(out["RSTD"].double(), rstd, rtol=1e-4, atol=1e-6)
-    if fn is swish_norm:
+    if activation:
         torch.testing.assert_close(out["KEPT"].double(), h, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(out["out_ptr0"].double(), h * F.hardsigmoid(y), rtol=1e-4, atol=2e-5)
         return
     found = sorted((out["out_ptr0"], out["out_ptr1"]), key=lambda t: t.min().item())
     torch.testing.assert_close(found[0].double(), y, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(found[1].double(), F.hardswish(y), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ["hardswish", "swish_norm"])
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize(("n", "block"), [(512, 256), (512, 128), (384, 64), (200, 128)])
+def test_several_blocks_in_a_tile(
+    n: int, block: int, rowwise: bool, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tile is wider than a block, whole or not."""
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(lowerings, "config_for", lambda *_: GemmConfig(32, 256, 16, 4, 2))
+    m, k = 37, 48
+    a, b = torch.randn(m, k), torch.randn(n, k)
+    sa, sb = (
+        (torch.rand(m, 1) * 1e-2, torch.rand(1, n) * 1e-2) if rowwise else (torch.rand(1) * 0.1, torch.rand(1) * 0.01)
+    )
+    ((kernel, programs),) = kernels_of(in_body(activation, block), (a, b.t(), sa, sb, None), monkeypatch)
+    out = {"RSTD": torch.full((m, -(-n // block)), torch.nan), "KEPT": torch.full((m, n), torch.nan)}
+    out["out_ptr0"] = torch.full((m, n), torch.nan)
+    given = {"A": a, "B": b, "SA": sa, "SB": sb, **out}
+    kernel[(programs,)](*(given[name.removeprefix("arg_")] for name in kernel.arg_names))
+    h = sa.double() * (a.double() @ b.double().t()) * sb.double()
+    y, rstd = ref.block_norm(h, block, 1e-5)
+    gated = activation == "swish_norm"
+    torch.testing.assert_close(out["RSTD"].double(), rstd, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out["KEPT"].double(), h if gated else y, rtol=1e-4, atol=2e-5)
+    expected = h * F.hardsigmoid(y) if gated else F.hardswish(y)
+    torch.testing.assert_close(out["out_ptr0"].double(), expected, rtol=1e-4, atol=2e-5)

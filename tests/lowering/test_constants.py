@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, fp8_linear, targets, trace
 
+from loka_compile.lowering import constants
 from loka_compile.lowering.constants import hold_constants
 from loka_compile.lowering.fused import lowerings
+from loka_compile.plan import Decision, Plan
+from loka_compile.report import reports
 
 loka = torch.ops.loka
 F32 = torch.float32
@@ -65,6 +69,47 @@ def test_only_numbers(size: tuple[int, ...]) -> None:
 def test_a_cpu_writes_a_number_for_nothing() -> None:
     gm = trace(lambda x, w, sw: fp8_linear(x, w, sixteenth(x), sw), *OPERANDS, device="cpu")
     assert hold_constants(gm.graph) == 0
+
+
+class Chain(nn.Module):
+    """Three layers, as they are or in a branch."""
+
+    def __init__(self, in_branch: bool) -> None:
+        super().__init__()
+        parts = [m for _ in range(3) for m in (nn.Linear(256, 256), nn.LayerNorm(256), nn.SiLU())]
+        self.layers, self.in_branch = nn.Sequential(*parts), in_branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_branch:
+            return torch.cond(x.sum() > -1e9, self.layers, lambda x: x * 1.0, (x,))
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("in_branch", [False, True])
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_whatever_the_default_dtype_and_in_a_branch(
+    in_branch: bool, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales are fp32, or torch's GEMM refuses them; and there, where torch 2.11 to 2.13 forgot them."""
+    monkeypatch.setattr(constants, "on_this_device", lambda value: "")
+    torch.manual_seed(0)
+    model, x = Chain(in_branch).bfloat16().eval().requires_grad_(False), torch.randn(64, 256, dtype=torch.bfloat16)
+    sites = [f"layers.{i}#0" for i in (0, 3, 6)]
+    options = {"plan": Plan([Decision(site, "forward", "torch", "tensorwise") for site in sites]), "inspect": True}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with torch.no_grad():
+            found = torch.compile(model, backend="loka", options=options)(x)
+    finally:
+        torch.set_default_dtype(before)
+    assert in_branch or "loka.constant" in reports()[-1].graph("forward")
+    h = x.double()
+    for layer in model.layers:
+        if isinstance(layer, nn.Linear):
+            z = h @ layer.weight.double().t()
+            h = F.hardswish(z / (z.square().mean(1, keepdim=True) + 1e-5).sqrt())
+    assert ((found.double() - h).norm() / h.norm()).item() < 0.12  # three layers; tests/test_gpu_backend.py says why
 
 
 @pytest.mark.parametrize("cached", [False, True])

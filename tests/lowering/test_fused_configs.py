@@ -31,6 +31,7 @@ def test_on_where_measured(
     if not in_blocks and itemsize == 1:  # without fast accumulation wide ones were not measured
         exact = {shape for shape in (SMALL, MIDDLE, WIDE) if find(kernel, *shape, 1, False) is not None}
         assert exact == ({SMALL, MIDDLE} if gated and not quantised else set())
+        assert find(kernel, 4096, 512, 2048, 1, False) is None
 
 
 def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
@@ -43,5 +44,9 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
     # Tiles that fill the device once in part: in bf16. torch's GEMM of rows with a scale each is no match.
     assert [find("gemm_block_norm", 1024, 2560, 4096, size) is None for size in (1, 2)] == [False, True]
     assert [find("gemm_block_norm", 1024, 256, 7680, 1, True, rows) is None for rows in (False, True)] == [True, False]
+    # Neither was measured without fast accumulation, nor rows of a few tiles with SwishNorm.
+    assert find("gemm_block_norm", 1024, 2560, 4096, 1, False) is None
+    assert find("gemm_block_norm", 1024, 256, 7680, 1, False, True) is None
+    assert find("gemm_swish_norm", 1024, 256, 7680, 1, True, True) is None
     grouped = {(n, fast): find("grouped_gemm", n, n, 4096, 1, fast) is not None for n in (512, 1024) for fast in (0, 1)}
     assert grouped == {(512, 0): True, (512, 1): True, (1024, 0): False, (1024, 1): True}

@@ -212,7 +212,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 LIBRARY.impl("constant", _constant, "CompositeExplicitAutograd")
-torch.library.register_fake("loka::constant", lambda value, device: torch.empty((), device=device), lib=LIBRARY)
+torch.library.register_fake("loka::constant", _constant, lib=LIBRARY)
 
 for _name, _any, _cuda, _fake in (
     ("gemm_block_norm", _gemm_block_norm_any, _gemm_block_norm_cuda, _gemm_block_norm_fake),
