@@ -36,6 +36,7 @@ from benchmarks.kernel_kinds import breakdown
 from benchmarks.quality_arms import ARMS, device_text, why_not
 from examples.models.registry import MODELS
 from examples.training.checkpoint import atomic_write
+from loka_compile import machine
 
 BASE = "bf16"
 DEFAULT_ARMS = ("bf16", "loka", "torchao_tensorwise", "torchao_rowwise", "mods")
@@ -206,8 +207,8 @@ def main(
     graphs = graphs and device.startswith("cuda")
     data = {"batch_size": batch_size, "history_length": history, **json.loads(data_options)}
     setup = {
-        "device": device_text(device), "torch": torch.__version__, "size": size, "batch_size": batch_size,
-        "backend": backend, "steps": steps, "rounds": rounds, "data_options": json.loads(data_options),
+        "device": device_text(device), "versions": machine.describe(), "torch": torch.__version__, "size": size,
+        "batch_size": batch_size, "backend": backend, "steps": steps, "rounds": rounds, "data_options": json.loads(data_options),
         "model_options": json.loads(model_options), "graphs": graphs, "plans": plans,
     }  # fmt: skip
     results = Results(out, setup)

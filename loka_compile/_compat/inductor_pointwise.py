@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-#: ``relu6(x + 3) / 6`` in fp32, rounded once; 0 for a NaN. The numbers are 1/6 and 1/2.
-GATE_PTX = "fma.rn.sat.f32 $0, $1, 0f3E2AAAAB, 0f3F000000;"
+from loka_compile.kernels.config import GATE_PTX
 
 
 def has_ptx(device: torch.device) -> bool:

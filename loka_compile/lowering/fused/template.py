@@ -18,7 +18,7 @@ scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
 
 from __future__ import annotations
 
-from loka_compile._compat import inductor_pointwise
+from loka_compile.kernels.config import GATE_PTX
 
 NAMES = """\
 {% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) %}
@@ -125,7 +125,7 @@ pid_n = (tile % width) // group_size
 _FINISH = """\
 rm = FIRST_ROW + tl.arange(0, ROWS)
 rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-{% set LATER = SCALING in (1, 2) and not RESIDUAL and ACTIVATION != 2 %}
+{% set SCALE_WITH_RSTD = SCALING in (1, 2) and not RESIDUAL and ACTIVATION != 2 %}
 {% if SCALING == 1 %}
 scale = tl.load(SA) * tl.load(SB)
 {% elif SCALING == 2 %}
@@ -134,7 +134,7 @@ acc = acc * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
 {% elif SCALING == 3 %}
 acc = tl.reshape(acc, (ROWS, BLOCK_N))
 {% endif %}
-{% if SCALING in (1, 2) and not LATER %}
+{% if SCALING in (1, 2) and not SCALE_WITH_RSTD %}
 acc = acc * scale
 {% endif %}
 {% if RESIDUAL %}
@@ -151,7 +151,7 @@ squares = tl.sum(acc * acc, axis=1, keep_dims=True)
 blocks = tl.reshape(acc, (ROWS, BLOCK_N // NORM, NORM))
 squares = tl.sum(blocks * blocks, axis=2)
 {% endif %}
-{% if LATER %}
+{% if SCALE_WITH_RSTD %}
 squares = squares * scale * scale
 {% endif %}
 {% if EVEN_N %}
@@ -160,7 +160,7 @@ mean_square = squares * (1.0 / NORM)
 mean_square = squares / tl.minimum(NORM, tl.maximum(N - rb * NORM, 1)).to(tl.float32)[None, :]
 {% endif %}
 rstd = tl.rsqrt(mean_square + EPS)
-factor = rstd{% if LATER %} * scale{% endif %}
+factor = rstd{% if SCALE_WITH_RSTD %} * scale{% endif %}
 {% if WITH_RSTD %}
 rstd_mask = (rm[:, None] < M) & (rb[None, :] * NORM < N)
 tl.store(RSTD + rm[:, None] * ((N + NORM - 1) // NORM) + rb[None, :], rstd, mask=rstd_mask)
@@ -215,7 +215,7 @@ def indent(text: str, width: int) -> str:
 
 def finish(width: int, first_row: str = "pid_m * BLOCK_M", rows: str = "BLOCK_M") -> str:
     """The end of a tile, or of some of its rows; ``store_output`` must be told the indentation."""
-    source = _FINISH.replace("GATE_PTX", inductor_pointwise.GATE_PTX) + _STORE % width
+    source = _FINISH.replace("GATE_PTX", GATE_PTX) + _STORE % width
     return indent(source.replace("FIRST_ROW", first_row).replace("ROWS", rows), width)
 
 
