@@ -208,8 +208,9 @@ def main(
     data = {"batch_size": batch_size, "history_length": history, **json.loads(data_options)}
     setup = {
         "device": device_text(device), "versions": machine.describe(), "torch": torch.__version__, "size": size,
-        "batch_size": batch_size, "backend": backend, "steps": steps, "rounds": rounds, "data_options": json.loads(data_options),
-        "model_options": json.loads(model_options), "graphs": graphs, "plans": plans,
+        "batch_size": batch_size, "backend": backend, "steps": steps, "rounds": rounds,
+        "data_options": json.loads(data_options), "model_options": json.loads(model_options),
+        "graphs": graphs, "plans": plans,
     }  # fmt: skip
     results = Results(out, setup)
     for model in models.split(","):

@@ -4,9 +4,9 @@
 
 For each case (activation, operand dtype, M, N, K, whether y and rstd are written too, fast accumulation) the shipped
 configuration of data/fused_h200.json against others, and against cuBLASLt's GEMM with what Inductor makes of the rest
-("apart"), in medians of CUDA-graph replays, interleaved, inputs rotated past the L2. "by comparisons" is the shipped one
-with HardSwish as it was before its gate was one instruction. Written case by case. With HardSwish the result is FP8,
-with SwishNorm bf16 or FP8 in 1x128 blocks.
+("apart"), in medians of CUDA-graph replays, interleaved, inputs rotated past the L2. "by comparisons" is the shipped
+one with HardSwish as it was before its gate was one instruction. Written case by case. With HardSwish the result is
+FP8, with SwishNorm bf16 or FP8 in 1x128 blocks.
 """
 
 from __future__ import annotations

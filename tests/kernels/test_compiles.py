@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 
 #: Bytes of shared memory and registers that a program of an H200 can have.
 SHARED, REGISTERS = 227 * 1024, 65536
+
+#: Another ptxas, which spills a few registers more.
+TRITON = tuple(int(part) for part in version("triton").split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +72,8 @@ def test_fused_gemms_spill_nothing(compiled: dict[str, Any]) -> None:
     for case, (kernel,) in compiled["fused"].items():
         assert kernel["mma"], case
         assert all(op.endswith(".f32.e4m3.e4m3") for op in kernel["mma"]), case
-        # Nothing with triton 3.6; with 3.8 four registers of SwishNorm's single wave.
-        assert kernel["stack"] <= 16, case
+        # With triton 3.8 four registers of SwishNorm's single wave.
+        assert kernel["stack"] <= (16 if TRITON >= (3, 8) else 0), case
         assert kernel["shared"] <= SHARED, case
 
 

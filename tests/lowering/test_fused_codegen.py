@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+#: Another ptxas, which spills a few registers more.
+TRITON = tuple(int(part) for part in version("triton").split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,7 @@ def test_a_gate_is_one_instruction(generated: dict[str, Any], case: str) -> None
     """The tensor core waits for the epilogue. With comparisons the tile of "training" did not fit the registers."""
     found = generated[case]
     assert found["gates"] == found["tile"] // found["threads"]
-    assert found["stack"] <= 16  # nothing with triton 3.6; two registers of the last one with 3.8
+    assert found["stack"] <= (16 if TRITON >= (3, 8) else 0)  # two registers of the last one
 
 
 def test_nothing_is_written_before_the_kernel_in_front_has_ended(generated: dict[str, Any]) -> None:
