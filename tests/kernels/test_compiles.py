@@ -119,3 +119,10 @@ def test_a_large_gradient_is_read_ahead(compiled: dict[str, Any]) -> None:
         if aligned and "bfloat16" in case:
             assert 3 * kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, case
             assert 3 * kernel["shared"] <= SHARED, case
+
+
+def test_hand_written_kernels_have_the_gate_that_templates_have() -> None:
+    """Written twice, as a kernel that reads a global is not found by its launch where a worker has built it."""
+    from loka_compile.kernels import config
+
+    assert config.GATE_PTX in Path(config.__file__).with_name("device.py").read_text()
