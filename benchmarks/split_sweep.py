@@ -63,14 +63,13 @@ def fitting(m: int, n: int, block_m: int) -> int:
     return max(s for s in SPLITS if s == 1 or -(-m // block_m) * -(-n // 256) * s <= SMS)
 
 
-def activated(y: torch.Tensor) -> torch.Tensor:
-    """HardSwish in FP8 with the fixed scale."""
+def _activation(y: torch.Tensor) -> torch.Tensor:
     return (hardswish(y) * 16).to(E4M3)
 
 
 def one_kernel(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
     """GEMM, norm, activation and quantisation by the template."""
-    return activated(torch.ops.loka.gemm_block_norm(a, b.t(), s, s, 256, 1e-5, BF16, True, False)[0])
+    return _activation(torch.ops.loka.gemm_block_norm(a, b.t(), s, s, 256, 1e-5, BF16, True, False)[0])
 
 
 def apart(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
@@ -78,7 +77,7 @@ def apart(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor | None) -> torch.Ten
     z = a @ b.t() if s is None else torch._scaled_mm(a, b.t(), s, s, None, None, BF16, True)
     z = z.float().view(a.shape[0], -1, 256)
     y = (z * torch.rsqrt(z.square().mean(2, keepdim=True) + 1e-5)).to(BF16)
-    return activated(y.view(a.shape[0], -1))
+    return _activation(y.view(a.shape[0], -1))
 
 
 class Shape:

@@ -16,15 +16,15 @@ import torch
 def template(name: str, source: str, grid: str) -> Any:
     """The Triton template of that name, made once per process.
 
-    ``grid`` is "tiles" (a program for each BLOCK_M x BLOCK_N tile), "persistent" (NUM_SMS programs at most), "split"
-    (SPLITS programs a tile, NUM_SMS at most) or "one" (a single program).
+    ``grid`` is "tiles" (a program for each BLOCK_M x BLOCK_N tile), "persistent" (NUM_SMS programs at most) or "split"
+    (SPLITS programs a tile, NUM_SMS at most, in whole groups) or "one" (a single program).
     """
     from torch._inductor.kernel.mm_common import mm_grid, persistent_mm_grid
     from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
 
     def split_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:
         tiles = cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])
-        return min(meta["NUM_SMS"], tiles * meta["SPLITS"]), 1, 1
+        return min(meta["NUM_SMS"] // meta["SPLITS"], tiles) * meta["SPLITS"], 1, 1
 
     def one(*size_and_meta: Any) -> tuple[int, int, int]:
         return 1, 1, 1
@@ -169,13 +169,6 @@ def equals(size: Any, other: Any) -> bool:
     from torch._inductor.virtualized import V
 
     return bool(V.graph.sizevars.statically_known_equals(size, other))
-
-
-def least(size: Any, other: int) -> Any:
-    """The smaller of a size, which may move, and a number."""
-    from torch.utils._sympy.functions import Min
-
-    return Min(size, other)
 
 
 def is_aligned(node: Any) -> bool:

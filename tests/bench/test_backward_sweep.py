@@ -56,13 +56,23 @@ def test_a_configuration_that_does_not_compile_is_left_out(
         monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(template_sweep, "capture", lambda calls, warmup: [call() for call in calls])
-    monkeypatch.setattr(template_sweep, "measure_graphs", lambda graphs, rounds: dict.fromkeys(graphs, 1.0))
     monkeypatch.setattr(template_sweep, "copies_past_l2", lambda size: 2)
     lines: list[str] = []
     known = template_sweep.lowerings.config_for
-    case = template_sweep.Case(template_sweep.E4M3, 64, 256, 64, True, fast, gated)
-    found = template_sweep.measure(case, lines.append)
+    case = template_sweep.Case(torch.float8_e4m3fn, 64, 256, 64, True, fast, gated)
+    found = template_sweep.graphs_of(case, template_sweep.SHAPES, lines.append)
     kept = [str(row) for row in template_sweep.SHAPES if row[4] != 3]
     assert list(found) == ["apart", "shipped", *kept, *["by comparisons"] * (not gated)]
     assert len(lines) == sum(row[4] == 3 for row in template_sweep.SHAPES)
     assert template_sweep.lowerings.config_for is known
+    rounds = template_sweep.graphs_of(case, template_sweep.ROUNDS, lines.append)
+    assert list(rounds) == ["apart", "shipped", *(str(row) for row in template_sweep.ROUNDS if row[4] != 3)]
+
+
+def test_cases_are_chosen_by_list_and_name() -> None:
+    import template_sweep
+
+    chosen = template_sweep.selected(["uneven", "short"], "^(?!.*Swish).*1024x256 training")
+    assert [case.name for _, case in chosen] == [f"{d} 4096x1024x256 training" for d in ("float8_e4m3fn", "bfloat16")]
+    for name, cases in template_sweep.CASES.items():
+        assert len({case.name for _, case in template_sweep.selected([name], "")}) == len(cases)

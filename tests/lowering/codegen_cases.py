@@ -164,11 +164,6 @@ SPLIT: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
     "split, dynamic batch": (inference, 256, 512, 2048, True, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=2)),
     "split twice": (twice, 256, 256, 4096, None, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=8)),
 }
-SPLIT |= {
-    "rest split": (training, 1024, 2560, 4096, None, GemmConfig(64, 256, 128, 8, 4, tma=True, persistent=True, splits=4)),
-    "rest split, wide tiles": (training, 4096, 1280, 2048, None, GemmConfig(128, 256, 128, 8, 3, tma=True, persistent=True, splits=4)),
-    "rest split, inference": (inference, 4096, 1280, 2048, None, GemmConfig(128, 256, 128, 8, 3, tma=True, persistent=True, splits=4)),
-}
 _SPLITS = GemmConfig(64, 256, 128, 8, 4, tma=True, splits=8)
 #: Cases whose configuration asks for parts where none are made.
 WHOLE: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {

@@ -41,8 +41,11 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
     assert find("gemm_block_norm", 4096, 256, 18480, 1) is None
     assert find("gemm_block_norm", 2048, 256, 18480, 1, False) is None
     assert find("gemm_block_norm", 8192, 2048, 12256, 1) is not None
-    # Tiles that fill the device once in part: in bf16. torch's GEMM of rows with a scale each is no match.
+    # Tiles that fill the device once in part, or once and a little more: in bf16. torch's GEMM of rows with a scale
+    # each is no match.
     assert [find("gemm_block_norm", 1024, 2560, 4096, size) is None for size in (1, 2)] == [False, True]
+    assert [find("gemm_block_norm", 4096, 1280, 2048, size) is None for size in (1, 2)] == [False, True]
+    assert find("gemm_block_norm", 4096, 1536, 1536, 2) is not None
     assert [find("gemm_block_norm", 1024, 256, 7680, 1, True, rows) is None for rows in (False, True)] == [True, False]
     # Neither was measured without fast accumulation, nor rows of a few tiles with SwishNorm.
     assert find("gemm_block_norm", 1024, 2560, 4096, 1, False) is None
@@ -50,3 +53,29 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
     assert find("gemm_swish_norm", 1024, 256, 7680, 1, True, True) is None
     grouped = {(n, fast): find("grouped_gemm", n, n, 4096, 1, fast) is not None for n in (512, 1024) for fast in (0, 1)}
     assert grouped == {(512, 0): True, (512, 1): True, (1024, 0): False, (1024, 1): True}
+
+
+@pytest.mark.parametrize("kernel", ["gemm_block_norm", "gemm_swish_norm"])
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rows", "persistent"),
+    [
+        (4096, 512, 512, 64, False),  # 64 tiles of 128 x 256: half of the device
+        (4096, 1024, 256, 128, False),
+        (4096, 1024, 1024, 128, False),  # 128 tiles: a round of 132
+        (4096, 1280, 1024, 64, True),  # 160: two rounds, or three of half the time
+        (4096, 1536, 1536, 64, True),  # 192
+        (2048, 3456, 3456, 128, True),  # 224: two rounds either way
+        (8192, 1280, 1280, 64, True),  # 320: three rounds, or five
+        (4096, 3328, 1024, 128, True),  # 416: four, or seven, which is no gain
+        (8192, 2048, 512, 128, True),
+        (1024, 7680, 256, 128, True),
+    ],
+)
+def test_tiles_have_the_rows_that_fill_the_device(
+    kernel: str, itemsize: int, m: int, n: int, k: int, rows: int, persistent: bool
+) -> None:
+    """A short contraction is no exception; once it was, and took up to half more time."""
+    config = config_for(kernel, m, n, k, itemsize)
+    assert (config.block_m, config.persistent, config.tma) == (rows, persistent, persistent)
+    assert config.block_k * itemsize == 128

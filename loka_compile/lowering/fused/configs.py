@@ -1,8 +1,8 @@
 """Shipped configurations of the fused kernels: measured on a device, chosen by shape, read without importing torch.
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
-bounds M, N, K, M * N, the number of 128x256 output tiles, the bytes of an operand's number, or whether (1) or not (0)
-sums are fast, or rows have a scale each.
+bounds M, N, K, M * N, the number of 128x256 output tiles, the time that tiles of half as many rows take ("halved"), the
+bytes of an operand's number, or whether (1) or not (0) sums are fast, or rows have a scale each.
 Where no rule holds, or the first that holds says "apart", the kernel is not used, because it was not faster than its
 parts.
 """
@@ -17,6 +17,8 @@ from typing import Any
 from loka_compile.kernels.config import BackwardConfig, GemmConfig
 
 _DATA = Path(__file__).parents[2] / "data" / "fused_h200.json"
+#: Multiprocessors of an H200, which have a tile each in a round.
+_SMS = 132
 
 
 @functools.cache
@@ -39,14 +41,21 @@ def find(
     Without ``fast`` accumulation a second accumulator needs registers, so that tiles must be smaller. torch's GEMM of
     operands with a scale per row (``rowwise``) is slower than the one with one scale, so that fusion pays for more.
     """
-    tiles = -(-m // 128) * -(-n // 256)
+    columns = -(-n // 256)
+    tiles = -(-m // 128) * columns
     sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "itemsize": itemsize, "fast": int(fast or itemsize > 1)}
-    sizes |= {"elements": m * n, "rowwise": int(rowwise)}
+    sizes |= {"elements": m * n, "rowwise": int(rowwise), "halved": _halved(tiles, -(-m // 64) * columns)}
     for rule in _rules()[kernel]:
         when = rule.get("when", {})
         if all(low <= sizes[name] <= high for name, (low, high) in when.items()):
             return None if rule.get("apart") else rule
     return None
+
+
+def _halved(tiles: int, halves: int) -> int:
+    """The rounds in which ``halves`` of tiles are done, in percent of the time that the tiles take: less than 100 where
+    their last round leaves half of the device idle."""
+    return 50 * -(-halves // _SMS) // max(1, -(-tiles // _SMS))
 
 
 def config_for(

@@ -106,7 +106,7 @@ class _Rendering:
         name, source, grid = _template(config, config.tma and _by_tma(a, 1) and _by_tma(b, 0))
         if config.splits > 1:
             tiles = ops.blocks_of(self.m, options["BLOCK_M"]) * ops.blocks_of(self.n, options["BLOCK_N"])
-            parts = [inductor.least(tiles * config.splits, sms) * options["BLOCK_M"] * options["BLOCK_N"]]
+            parts = [tiles * config.splits * options["BLOCK_M"] * options["BLOCK_N"]]
             zeros = inductor.once_a_graph(("zeros", device), lambda: _zeros(a, sms, early))
             written = written | {"PARTS": inductor.empty(parts, torch.float32, device), "COUNTERS": zeros}
         return inductor.render(
