@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from loka_compile.lowering.fused.configs import config_for, find, gemm_kernel
 
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "template_sweep_h200.json"
 SMALL, MIDDLE, WIDE = (4096, 512, 512), (4096, 1024, 1024), (4096, 2048, 2048)
 
 
@@ -51,6 +56,10 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
     assert find("gemm_block_norm", 1024, 2560, 4096, 1, False) is None
     assert find("gemm_block_norm", 1024, 256, 7680, 1, False, True) is None
     assert find("gemm_swish_norm", 1024, 256, 7680, 1, True, True) is None
+    # Few tiles and a K that is not long, where the library's GEMM is as fast as one with an epilogue.
+    assert [find("gemm_block_norm", 1024, 512, 1024, size) is None for size in (1, 2)] == [False, True]
+    assert [find("gemm_block_norm", 1024, 256, 1024, 1, True, rows) is None for rows in (False, True)] == [True, False]
+    assert find("gemm_swish_norm", 1024, 256, 512, 1) is None
     grouped = {(n, fast): find("grouped_gemm", n, n, 4096, 1, fast) is not None for n in (512, 1024) for fast in (0, 1)}
     assert grouped == {(512, 0): True, (512, 1): True, (1024, 0): False, (1024, 1): True}
 
@@ -60,6 +69,8 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "rows", "persistent"),
     [
+        (1024, 512, 256, 16, False),  # 16 tiles of 128 x 256, in eight parts
+        (1024, 768, 256, 64, False),
         (4096, 512, 512, 64, False),  # 64 tiles of 128 x 256: half of the device
         (4096, 1024, 256, 128, False),
         (4096, 1024, 1024, 128, False),  # 128 tiles: a round of 132
@@ -79,3 +90,24 @@ def test_tiles_have_the_rows_that_fill_the_device(
     config = config_for(kernel, m, n, k, itemsize)
     assert (config.block_m, config.persistent, config.tma) == (rows, persistent, persistent)
     assert config.block_k * itemsize == 128
+
+
+def test_rules_choose_what_was_measured_to_be_fastest() -> None:
+    """Over all cases of benchmarks/template_sweep.py in which a choice was measured, "apart" among them."""
+    cases = json.loads(MEASURED.read_text())["rounds"]["us"]
+    slower: dict[str, float] = {}
+    for name, us in cases.items():
+        m, n, k = map(int, re.findall(r"\d+", name.split(" ")[1].replace("x", " ")))
+        itemsize = 1 if name.startswith("float8") else 2
+        rule = find(gemm_kernel(gated="SwishNorm" in name), m, n, k, itemsize)
+        config = rule["config"] if rule is not None else {}
+        row = [config.get(key, False) for key in ("block_m", "block_n", "block_k", "warps", "stages", "tma")]
+        row[2] *= itemsize
+        chosen = us.get("apart" if rule is None else str(tuple(row)))
+        if chosen is not None:  # four warps were measured for few tiles alone
+            slower[name] = chosen / min(time for arm, time in us.items() if arm != "shipped before")
+    assert len(slower) > 240
+    assert max(slower.values()) < 1.08
+    assert sum(slower.values()) / len(slower) < 1.01
+    before = [us["shipped before"] / min(us.values()) for us in cases.values() if "shipped before" in us]
+    assert sum(before) / len(before) > 1.1  # which the check would have found
