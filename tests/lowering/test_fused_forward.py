@@ -273,7 +273,7 @@ def test_the_rewritten_graph_computes_the_same(monkeypatch: pytest.MonkeyPatch) 
         h = F.hardswish(y)
         return (h * 16).clamp(-448, 448).to(E4M3), y, rstd
 
-    for m, n, k in ((37, 640, 64), (1, 384, 128), (16, 256, 1000)):
+    for m, n, k in ((37, 640, 64), (1, 384, 128), (16, 256, 600)):
         shapes = fp8_inputs(m, n, k)
         before, after = trace(training, *shapes, device="cpu"), trace(training, *shapes, device="cpu")
         assert fuse(after.graph, Report()) == 1
