@@ -185,3 +185,42 @@ def test_several_blocks_in_a_tile(
     torch.testing.assert_close(out["KEPT"].double(), h if gated else y, rtol=1e-4, atol=2e-5)
     expected = h * F.hardsigmoid(y) if gated else F.hardswish(y)
     torch.testing.assert_close(out["out_ptr0"].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits", "tma"),
+    [(1, 384, 208, 1, False), (37, 100, 13, 1, False), (52, 384, 384, 2, True), (20, 256, 520, 4, False)],
+)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_an_input_that_the_gemm_quantises_itself(
+    with_residual: bool, m: int, n: int, k: int, splits: int, tma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's block of 128 features has another scale, with which its values are FP8 numbers: the interpreter does
+    not round to the nearest. A wrong scale saturates them, or takes bits away. A block of zeros stays one."""
+    on_a_device(monkeypatch)
+    config = GemmConfig(16, 256, 16, 4, 2, tma=tma, persistent=tma, splits=splits)
+    monkeypatch.setattr(lowerings, "config_for", lambda *_: config)
+    blocks = -(-k // 128)
+    a = (torch.randn(m, k) * 100).to(torch.float8_e4m3fn).float()
+    a[:, ::128] = 448
+    scales = torch.exp2(torch.randint(-20, 20, (m, blocks)).float() + torch.linspace(-20, 20, m)[:, None].round())
+    a = a * scales.repeat_interleave(128, 1)[:, :k]
+    if blocks > 1:
+        a[m // 2, :128] = 0
+    b, sb = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(1, n) + 0.5
+    residual = torch.randn(m, n) * 1e3 if with_residual else None
+    *zeros, (kernel, programs) = kernels_of(layer, (a, b.t(), None, sb, residual), monkeypatch)
+    out = {"RSTD": torch.full((m, -(-n // 256)), torch.nan)}
+    out |= {f"out_ptr{i}": torch.full((m, n), torch.nan) for i in range(2)}
+    given = {"A": a, "B": b, "SB": sb, "R": residual, **out}
+    given["PARTS"] = torch.full((programs * 16 * 256,), torch.nan)
+    given["COUNTERS"] = torch.zeros(16, dtype=torch.int32)
+    assert len(zeros) == (splits > 1)
+    for _ in range(1 if splits == 1 else 2):
+        kernel[(programs,)](*(given[name.removeprefix("arg_")] for name in kernel.arg_names))
+    product = a.double() @ (b.double().t() * sb.double()) + (0 if residual is None else residual.double())
+    expected, expected_rstd = ref.block_norm(product, 256, 1e-5)
+    torch.testing.assert_close(out["RSTD"].double(), expected_rstd, rtol=1e-4, atol=0)
+    found = sorted((out["out_ptr0"], out["out_ptr1"]), key=lambda t: t.min().item())
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(found[1].double(), F.hardswish(expected), rtol=1e-4, atol=2e-5)

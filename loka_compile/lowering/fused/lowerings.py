@@ -77,7 +77,9 @@ class _Rendering:
     def __init__(
         self, operands: tuple[Any, ...], block: int, eps: float, fast: bool, residual: Any, activation: str = ""
     ) -> None:
-        self.a, self.b, *self.scales = inductor.realized(*(operands if operands[2] is not None else operands[:2]))
+        self.a, self.b, *self.scales = inductor.realized(*(x for x in operands if x is not None))
+        #: A comes in 16 bits and is quantised as it is loaded.
+        self.quantising = self.a.get_dtype().itemsize > self.b.get_dtype().itemsize
         self.added = inductor.realized(residual) if residual is not None else []
         (self.m, self.k), self.n = self.a.get_size(), self.b.get_size()[1]
         self.device = self.a.get_device()
@@ -91,18 +93,19 @@ class _Rendering:
         """The template's own output, [M, N]; ``written``: the others by their names in the template, in its order."""
         a, b, device, itemsize = self.a, self.b, self.device, self.a.get_dtype().itemsize
         columns = inductor.size_of(self.n, fallback=2048)
-        shapes = [s.get_size() for s in self.scales] or (None, None)
-        scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
+        shapes = [s.get_size() for s in self.scales]
+        rows = Scaling(0) if len(shapes) < 2 else scaling_of(*shapes, self.m, self.n, inductor.equals)
+        scaling = Scaling(2) if self.quantising else rows
         widest = max(out_dtype.itemsize, written["KEPT"].get_dtype().itemsize if "KEPT" in written else 0)
         config = config_for(
-            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written),
+            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written, self.quantising),
             inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
             self.fast, scaling.kind == 2,
-        ).fitting(itemsize, widest, inductor.shared_memory(device))  # fmt: skip
+        ).fitting(itemsize, widest, inductor.shared_memory(device), b.get_dtype().itemsize)  # fmt: skip
         sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
         plain = not scaling.in_blocks and not self.activation
         config = replace(config, splits=config.splits if plain and config.splits <= sms else 1)
-        options = template_options(config, self.block, columns, scaling)
+        options = template_options(config, self.block, columns, scaling, self.quantising)
         name, source, grid = _template(config, config.tma and _by_tma(a, 1) and _by_tma(b, 0))
         if config.splits > 1:
             tiles = ops.blocks_of(self.m, options["BLOCK_M"]) * ops.blocks_of(self.n, options["BLOCK_N"])
@@ -114,6 +117,7 @@ class _Rendering:
             [a, b, *self.scales, *self.added, *written.values()],
             inductor.output_layout(device, out_dtype, [self.m, self.n]), mutated_inputs=list(written.values()) or None,
             launch_early=early, PDL=early, PTX=inductor_pointwise.has_ptx(device), SCALING=scaling.kind,
+            QUANTISING=self.quantising,
             RESIDUAL=bool(self.added), WITH_RSTD="RSTD" in written, KEEP="KEPT" in written,
             ACTIVATION=("", "hardswish", "swish_norm").index(self.activation),
             QUANTISED=int("QS" in written) + int("Q" in written), EPS=self.eps, FAST=self.fast,
@@ -144,7 +148,9 @@ def _zeros(a: Any, size: int, early: bool) -> Any:
     return zeros
 
 
-def template_options(config: GemmConfig, block: int, n: int, scaling: Scaling) -> dict[str, int]:
+def template_options(
+    config: GemmConfig, block: int, n: int, scaling: Scaling, quantising: bool = False
+) -> dict[str, int]:  # fmt: skip
     """Tile sizes for rows of n features: a tile never cuts a block, and is not wider than the row needs."""
     width = 1 << max(4, (n - 1).bit_length())
     norm = min(block, width)
@@ -152,7 +158,7 @@ def template_options(config: GemmConfig, block: int, n: int, scaling: Scaling) -
     options = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": block_n,
-        "BLOCK_K": BLOCK if scaling.in_blocks else config.block_k,
+        "BLOCK_K": BLOCK if scaling.in_blocks or quantising else config.block_k,
         "NORM": norm,
         "GROUP_M": config.group_m,
         "num_warps": config.warps,

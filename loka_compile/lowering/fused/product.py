@@ -22,6 +22,8 @@ from loka_compile.lowering.fused.match import (
     emit,
     is_call,
     is_rounded_later,
+    quantisation,
+    rows,
     shape_to_view,
 )
 
@@ -56,6 +58,8 @@ class Product:
 
     #: The sum with the residual.
     total: fx.Node | None = None
+    #: What A is the FP8 of, [M, K] in 16 bits, where the fused kernel quantises it itself (:func:`quantising`).
+    source: fx.Node | None = None
 
     @property
     def rowwise(self) -> bool:
@@ -182,11 +186,26 @@ def refusal(norm: fx.Node, product: Product, gated: bool = False, quantised: boo
     m, n, k = sizes_of(product)
     if m is None or n is None or k is None:
         return "its size is unknown when compiling"
-    kernel = configs.gemm_kernel(product.in_blocks, gated, quantised)
+    kernel = configs.gemm_kernel(product.in_blocks, gated, quantised, product.source is not None)
     if configs.find(kernel, m, n, k, operand.itemsize, product.fast, product.rowwise) is None:
         of = f"{' with SwishNorm' * gated}{' of block scales' * product.in_blocks}"
         return f"at {m}x{n}x{k} the fused kernel{of} was not measured to be faster"
     return ""
+
+
+def quantising(norm: fx.Node, product: Product) -> Product:
+    """``product`` with the ``source`` of its A, if the fused kernel is to quantise it as it is loaded, or as it is.
+
+    That is an input of the graph which a plan quantises by rows for this GEMM alone. Blocks of 128 features of a row
+    then have a scale each: the whole row is nowhere before the product is. What a kernel of the graph makes is better
+    quantised there.
+    """
+    q = quantisation(product.a, rowwise=True)
+    if q is None or q.rounded or len(q.node.users) != 1 or rows(q.source).op != "placeholder":
+        return product
+    fits = q.dtype == dtype_of(product.b) == torch.float8_e4m3fn and dtype_of(q.source).itemsize == 2
+    found = replace(product, source=q.source)
+    return found if fits and product.rowwise and not refusal(norm, found) else product
 
 
 def sizes_of(product: Product) -> tuple[int | None, int | None, int | None]:
@@ -197,6 +216,8 @@ def sizes_of(product: Product) -> tuple[int | None, int | None, int | None]:
 
 def kind_of(product: Product) -> str:
     """The operands in words."""
+    if product.source is not None:
+        return "FP8 quantisation (1x128) + FP8"
     if dtype_of(product.a) not in FP8:
         return str(dtype_of(product.a)).removeprefix("torch.")
     return "block-scaled FP8" if product.in_blocks else "FP8"
@@ -204,6 +225,8 @@ def kind_of(product: Product) -> str:
 
 def operands_of(graph: fx.Graph, product: Product) -> tuple[fx.Node | None, ...]:
     """A [M, K], B [K, N] and their scales as ``loka::gemm_block_norm`` takes them; views at the insertion point."""
+    if product.source is not None:
+        return product.source, product.b, None, product.scale_b
     if not product.in_blocks:
         return product.a, product.b, product.scale_a, product.scale_b
 
