@@ -37,8 +37,8 @@ class GemmConfig:
         """This configuration with as many stages as fit into ``shared_memory`` bytes, and at least two.
 
         Every stage holds a tile of A and of B (``itemsize`` bytes a value, B's ``itemsize_b`` if it has others). In a
-        persistent kernel the tile that is written lies beside them, because the next tile's loads begin before it is gone; in fp32 that is a tile of 128
-        kB, with which three stages do not fit an H200's 227 kB.
+        persistent kernel the tile that is written lies beside them, because the next tile's loads begin before it is
+        gone; in fp32 that is a tile of 128 kB, with which three stages do not fit an H200's 227 kB.
         """
         stage = (self.block_m * itemsize + self.block_n * (itemsize_b or itemsize)) * self.block_k
         written = self.block_m * self.block_n * out_itemsize if self.persistent else 0

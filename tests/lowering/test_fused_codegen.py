@@ -128,6 +128,16 @@ def test_nothing_is_written_before_the_kernel_in_front_has_ended(generated: dict
     assert generated["split"]["scratch"] > 0
 
 
+def test_a_gemm_that_quantises_its_input_is_one_kernel_that_fits_the_registers(generated: dict[str, Any]) -> None:
+    """Behind one that makes the input and one that makes the scales, and the zeros of a GEMM in parts."""
+    for case, launches in (("quantising", 3), ("quantising, split", 4)):
+        found = generated[case]
+        assert found["launches"] == launches
+        assert found["stack"] <= (16 if TRITON >= (3, 8) else 0)
+        assert found["shared"] <= 232_448
+    assert generated["quantising, split"]["descriptors"] == 2
+
+
 @pytest.mark.parametrize(
     ("case", "launches"), [("block scales, not split", 3), ("SwishNorm, not split", 1), ("HardSwish, not split", 1)]
 )

@@ -93,9 +93,10 @@ class _Rendering:
         """The template's own output, [M, N]; ``written``: the others by their names in the template, in its order."""
         a, b, device, itemsize = self.a, self.b, self.device, self.a.get_dtype().itemsize
         columns = inductor.size_of(self.n, fallback=2048)
-        shapes = [s.get_size() for s in self.scales]
-        rows = Scaling(0) if len(shapes) < 2 else scaling_of(*shapes, self.m, self.n, inductor.equals)
-        scaling = Scaling(2) if self.quantising else rows
+        scaling = Scaling(2)
+        if not self.quantising:
+            shapes = [s.get_size() for s in self.scales] or (None, None)
+            scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
         widest = max(out_dtype.itemsize, written["KEPT"].get_dtype().itemsize if "KEPT" in written else 0)
         config = config_for(
             gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written, self.quantising),
