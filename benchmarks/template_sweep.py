@@ -128,9 +128,9 @@ def main() -> None:
     parts = run_shapes(__file__, options.out, folder, len(cases), options.seconds, more)
     for (_, case), found in zip(cases, parts, strict=True):
         if found is None:
-            print(f"{case.name}: not run in time")
+            print(f"{case.name}: no result: out of time, or what its process wrote above")
             continue
-        results["us"][case.name] = found["us"]
+        results["us"].setdefault(case.name, {}).update(found["us"])  # a case may be in two lists
         print(
             *found["log"], f"{case.name}: " + " | ".join(f"{arm} {us:.1f}" for arm, us in found["us"].items()), sep="\n"
         )

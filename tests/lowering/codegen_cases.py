@@ -91,6 +91,17 @@ def residual_before(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return (hardswish(y) * 16).to(E4M3)
 
 
+def fp32_residual(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    r = torch.ones(a.shape[0], b.shape[1])
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, True, r)
+    return (hardswish(y) * 16).to(E4M3), y, rstd
+
+
+def fp32_residual_gated(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    r, dtypes, flags = torch.ones(a.shape[0], b.shape[1]), (torch.bfloat16,) * 2, (True, True, True, False)
+    return torch.ops.loka.gemm_norm_activation(a, b, sa, sb, "swish_norm", 256, 1e-5, *dtypes, *flags, r)
+
+
 def in_blocks(a: Any, b: Any, sa: Any, sb: Any, squares: bool = True) -> Any:
     """Scales as the provider ``torch`` lays them out: rows adjacent, blocks of K filled up to four."""
     kb, n = a.shape[1] // 128, b.shape[1]
@@ -142,13 +153,17 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "unaligned": (inference, 199, 512, 13, None),
     "residual": (residual, 256, 512, 256, None),
     "residual before the norm": (residual_before, 384, 512, 384, None),
+    "few tiles": (training, 4096, 512, 512, None),
+    "few tiles, fp32 residual": (fp32_residual, 4096, 512, 1024, None),
+    "few tiles, fp32 residual, SwishNorm": (fp32_residual_gated, 4096, 512, 1024, None),
+    "very few tiles, fp32 residual": (fp32_residual, 1024, 256, 256, None),
     "dynamic batch": (training, 256, 512, 256, True),
     "moving rows": (training, 4096, 1024, 1024, None),
     "autocast": (autocast, 4096, 1024, 1024, None),
     "fp32 model": (fp32_model, 4096, 1024, 1024, None),
-    "fp32 model, few tiles": (fp32_model, 256, 1024, 1024, None),
+    "fp32 model, few tiles": (fp32_model, 256, 1024, 512, None),
     "fp32 from bf16": (bf16_to_fp32, 4096, 1024, 1024, None),
-    "fp32 from bf16, few tiles": (bf16_to_fp32, 256, 1024, 1024, None),
+    "fp32 from bf16, few tiles": (bf16_to_fp32, 256, 1024, 512, None),
     "block scales": (in_blocks, 4096, 1024, 1024, None),
     "block scales, short last block": (in_blocks, 199, 384, 128, None),
     "block scales, dynamic batch": (in_blocks, 256, 512, 256, True),
@@ -187,7 +202,11 @@ COMPILED = {
     "moving rows",
     "more tiles than multiprocessors",
     *SPLIT,
-    *(name for name in CASES if name.startswith(("fp32", "block", "1x128", "SwishNorm", "HardSwish"))),
+    *(
+        name
+        for name in CASES
+        if name.startswith(("few", "very few", "fp32", "block", "1x128", "SwishNorm", "HardSwish"))
+    ),
 }
 
 

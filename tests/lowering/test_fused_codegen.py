@@ -119,6 +119,12 @@ def test_a_gate_is_one_instruction(generated: dict[str, Any], case: str) -> None
     assert found["stack"] <= (16 if TRITON >= (3, 8) else 0)  # two registers of the last one
 
 
+def test_tiles_of_few_fit_the_registers(generated: dict[str, Any]) -> None:
+    found = {name: case["stack"] for name, case in generated.items() if "few tiles" in name and "stack" in case}
+    assert len(found) == 6
+    assert max(found.values()) <= (16 if TRITON >= (3, 8) else 0), found
+
+
 def test_nothing_is_written_before_the_kernel_in_front_has_ended(generated: dict[str, Any]) -> None:
     """Descriptors neither: all launches take their scratch from the same memory."""
     compiled = [found for found in generated.values() if "early" in found]

@@ -18,6 +18,7 @@ from fused_graphs import E4M3, aten, fp8_linear, loka, targets, trace
 from loka_compile.gemm import Scaling
 from loka_compile.lowering.fused import configs, forward, product
 from loka_compile.lowering.fused.forward import fuse, will_fuse
+from loka_compile.lowering.fused.product import choose_quantising
 from loka_compile.lowering.quantize import Quantized, quantize
 from loka_compile.report import Report
 
@@ -313,14 +314,19 @@ def twice_by_rows(x: Tensor, scale: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return after_rows(q, scale, w), after_rows(q, scale * 2, w)
 
 
+def doubled(q: Quantized) -> Quantized:
+    """Whose scale is not the one that its numbers were made with."""
+    return Quantized(q.data, q.scale * 2)
+
+
 def after_rows(q: Quantized, scale: Tensor, w: Tensor) -> Tensor:
     z = aten._scaled_mm.default(q.data, w.t(), q.scale, scale, None, None, BF16, True)
     return F.hardswish(loka.block_norm(z, 256, 1e-5)[0])
 
 
 QUANTISING = {
-    "gemm_block_norm_quantising": [{"when": {"m": [1, 512]}, "config": {"splits": 2}}],
-    "gemm_block_norm": [{}],
+    "gemm_block_norm_quantising": [{"when": {"m": [1, 512], "itemsize": [1, 1]}, "config": {"splits": 2}}],
+    "gemm_block_norm": [{"when": {"m": [513, 1024]}}],
 }
 
 
@@ -332,7 +338,12 @@ def test_an_input_quantised_by_rows_is_quantised_by_the_gemm(monkeypatch: pytest
     monkeypatch.setattr(configs, "_rules", lambda: QUANTISING)
     gm, report = trace(by_rows, *of_rows(64, 512, 448)), Report()
     norm = next(node for node in gm.graph.nodes if str(node.target) == "loka.block_norm.default")
+    assert not will_fuse(norm)
+    choose_quantising(gm.graph)
     assert will_fuse(norm)
+    for node in gm.graph.nodes:  # by now it may be a backward that computes the forward again, from what was saved
+        if node.op == "placeholder":
+            node.meta["partitioner_tag"] = "is_backward"
     assert fuse(gm.graph, report) == 1
     assert "FP8 quantisation (1x128) + FP8 GEMM + BlockNorm(256) + HardSwish in one kernel" in report.fusions[0]
     assert report.fusions[0].endswith("K in 2 parts")
@@ -348,6 +359,7 @@ def test_an_input_quantised_by_rows_is_quantised_by_the_gemm(monkeypatch: pytest
     ("fn", "shape", "dtype"),
     [
         (by_rows, (1024, 512, 448), BF16),  # no rule
+        (lambda x, s, w: after_rows(doubled(quantize(x, Scaling.ROWWISE)), s, w), (64, 512, 448), BF16),
         (by_rows, (64, 512, 448), F32),  # an input that is not in 16 bits
         (lambda x, s, w: by_rows(x * 2, s, w), (64, 512, 448), BF16),  # a kernel of the graph makes it
         (lambda x, s, w: twice_by_rows(x, s, w), (64, 512, 448), BF16),  # two GEMMs read it
@@ -356,8 +368,10 @@ def test_an_input_quantised_by_rows_is_quantised_by_the_gemm(monkeypatch: pytest
 def test_other_inputs_are_quantised_in_front_of_the_gemm(
     fn: Any, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configs, "_rules", lambda: QUANTISING)
+    rules = {**QUANTISING, "gemm_block_norm": [{}]}
+    monkeypatch.setattr(configs, "_rules", lambda: rules)
     gm = trace(fn, *of_rows(*shape, dtype))
+    choose_quantising(gm.graph)
     assert fuse(gm.graph, Report()) >= 1
     for node in [n for n in gm.graph.nodes if str(n.target) == FUSED]:
         assert node.args[0].meta["val"].dtype == E4M3
@@ -368,8 +382,9 @@ def test_a_gemm_that_quantises_is_at_least_as_accurate(monkeypatch: pytest.Monke
     """Scales of blocks instead of rows: smaller values lose less. Against the layer in fp64, whose weight is FP8."""
     monkeypatch.setattr(product, "on_this_device", lambda value: "")
     monkeypatch.setattr(configs, "_rules", lambda: QUANTISING)
-    for m, n, k in ((37, 640, 448), (1, 384, 13), (16, 256, 1000)):
+    for m, n, k in ((37, 640, 448), (3, 384, 13), (16, 256, 1000)):
         before, after = (trace(by_rows, *of_rows(m, n, k), device="cpu") for _ in range(2))
+        choose_quantising(after.graph)
         assert fuse(after.graph, Report()) == 1
         after.recompile()
         x = (torch.randn(m, k) * torch.logspace(-4, 2, m)[:, None] * torch.randn(k).exp() ** 3).to(BF16)

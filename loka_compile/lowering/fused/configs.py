@@ -2,7 +2,9 @@
 
 ``data/fused_h200.json`` holds for each kernel a list of rules; the first whose conditions hold is taken. A condition
 bounds M, N, K, M * N, the number of 128x256 output tiles, the time that tiles of half as many rows take ("halved"), the
-bytes of an operand's number, or whether (1) or not (0) sums are fast, or rows have a scale each.
+bytes of an operand's number, or whether (1) or not (0) sums are fast, rows have a scale each, the epilogue is crowded
+(something is added in front of the norm, or results are in fp32), or rows of the operands begin on 16 bytes. A crowded
+epilogue and rows that do not begin so take more registers.
 Where no rule holds, or the first that holds says "apart", the kernel is not used, because it was not faster than its
 parts.
 """
@@ -37,8 +39,9 @@ def gemm_kernel(
 
 
 def find(
-    kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False
-) -> dict[str, Any] | None:
+    kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False,
+    crowded: bool = False,
+) -> dict[str, Any] | None:  # fmt: skip
     """The first rule of ``kernel`` that holds for ``[m, k] @ [k, n]`` with operands of ``itemsize`` bytes, or None.
 
     Without ``fast`` accumulation a second accumulator needs registers, so that tiles must be smaller. torch's GEMM of
@@ -48,6 +51,7 @@ def find(
     tiles = -(-m // 128) * columns
     sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "itemsize": itemsize, "fast": int(fast or itemsize > 1)}
     sizes |= {"elements": m * n, "rowwise": int(rowwise), "halved": _halved(tiles, -(-m // 64) * columns)}
+    sizes |= {"crowded": int(crowded), "aligned": int(k * itemsize % 16 == 0)}
     for rule in _rules()[kernel]:
         when = rule.get("when", {})
         if all(low <= sizes[name] <= high for name, (low, high) in when.items()):
@@ -62,10 +66,11 @@ def _halved(tiles: int, halves: int) -> int:
 
 
 def config_for(
-    kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False
-) -> GemmConfig:
+    kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False,
+    crowded: bool = False,
+) -> GemmConfig:  # fmt: skip
     """The configuration for a shape; the general one where the kernel would not be chosen for it."""
-    rule = find(kernel, m, n, k, itemsize, fast, rowwise)
+    rule = find(kernel, m, n, k, itemsize, fast, rowwise, crowded)
     return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
 
 

@@ -71,7 +71,7 @@ def will_fuse(norm: fx.Node) -> bool:
 
 def _product_of(norm: fx.Node) -> Product | None:
     product = product_of(norm)
-    return None if product is None else quantising(norm, product)
+    return None if product is None else quantising(product)
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:

@@ -100,13 +100,17 @@ class _Rendering:
         widest = max(out_dtype.itemsize, written["KEPT"].get_dtype().itemsize if "KEPT" in written else 0)
         config = config_for(
             gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written, self.quantising),
-            inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
-            self.fast, scaling.kind == 2,
-        ).fitting(itemsize, widest, inductor.shared_memory(device), b.get_dtype().itemsize)  # fmt: skip
+            inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048),
+            b.get_dtype().itemsize, self.fast, scaling.kind == 2,
+            bool(self.added) or widest > 2,
+        )  # fmt: skip
+        if scaling.in_blocks or self.quantising:
+            config = replace(config, block_k=BLOCK)
+        config = config.fitting(itemsize, widest, inductor.shared_memory(device), b.get_dtype().itemsize)
         sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
         plain = not scaling.in_blocks and not self.activation
         config = replace(config, splits=config.splits if plain and config.splits <= sms else 1)
-        options = template_options(config, self.block, columns, scaling, self.quantising)
+        options = template_options(config, self.block, columns, scaling)
         name, source, grid = _template(config, config.tma and _by_tma(a, 1) and _by_tma(b, 0))
         if config.splits > 1:
             tiles = ops.blocks_of(self.m, options["BLOCK_M"]) * ops.blocks_of(self.n, options["BLOCK_N"])
@@ -149,9 +153,7 @@ def _zeros(a: Any, size: int, early: bool) -> Any:
     return zeros
 
 
-def template_options(
-    config: GemmConfig, block: int, n: int, scaling: Scaling, quantising: bool = False
-) -> dict[str, int]:  # fmt: skip
+def template_options(config: GemmConfig, block: int, n: int, scaling: Scaling) -> dict[str, int]:
     """Tile sizes for rows of n features: a tile never cuts a block, and is not wider than the row needs."""
     width = 1 << max(4, (n - 1).bit_length())
     norm = min(block, width)
@@ -159,7 +161,7 @@ def template_options(
     options = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": block_n,
-        "BLOCK_K": BLOCK if scaling.in_blocks or quantising else config.block_k,
+        "BLOCK_K": config.block_k,
         "NORM": norm,
         "GROUP_M": config.group_m,
         "num_warps": config.warps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from loka_compile.lowering.fused.match import (
     CONVERT,
     FP8,
     VIEWS,
+    Quantise,
     arg,
     copy_meta,
     dtype_of,
@@ -23,8 +25,10 @@ from loka_compile.lowering.fused.match import (
     is_call,
     is_rounded_later,
     quantisation,
+    quantisations,
     rows,
     shape_to_view,
+    strip,
 )
 
 aten = torch.ops.aten
@@ -33,6 +37,8 @@ aten = torch.ops.aten
 MAX_BLOCK = 256
 #: Narrowest last block (issue 5): below it the mean of squares is taken over too few values.
 MIN_LAST_BLOCK = 128
+#: In the meta of a GEMM whose fused kernel quantises its input itself.
+_QUANTISES = "loka_quantises"
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Product:
 
     #: The sum with the residual.
     total: fx.Node | None = None
-    #: What A is the FP8 of, [M, K] in 16 bits, where the fused kernel quantises it itself (:func:`quantising`).
+    #: What A is the FP8 of, [M, K] in 16 bits, where the fused kernel quantises it itself (:func:`choose_quantising`).
     source: fx.Node | None = None
 
     @property
@@ -193,19 +199,38 @@ def refusal(norm: fx.Node, product: Product, gated: bool = False, quantised: boo
     return ""
 
 
-def quantising(norm: fx.Node, product: Product) -> Product:
-    """``product`` with the ``source`` of its A, if the fused kernel is to quantise it as it is loaded, or as it is.
+def choose_quantising(graph: fx.Graph) -> None:
+    """Mark the GEMMs whose fused kernel is to quantise its input as it loads it: on the joint graph, so that a backward
+    that computes the forward once more does it with the same bits.
 
-    That is an input of the graph which a plan quantises by rows for this GEMM alone. Blocks of 128 features of a row
-    then have a scale each: the whole row is nowhere before the product is. What a kernel of the graph makes is better
-    quantised there.
+    Such an input is one of the graph which a plan quantises by rows for this GEMM alone. Blocks of 128 features of a
+    row then have a scale each: the whole row is nowhere before the product is. What a kernel of the graph makes is
+    better quantised there.
     """
-    q = quantisation(product.a, rowwise=True)
-    if q is None or q.rounded or len(q.node.users) != 1 or rows(q.source).op != "placeholder":
-        return product
+    readers = Counter(q.source for q in quantisations(graph, rowwise=True))
+    for norm in graph.nodes:
+        product = product_of(norm) if is_call(norm, torch.ops.loka.block_norm.default) else None
+        q = None if product is None else _own_quantisation(product)
+        if product is None or q is None or readers[q.source] != 1 or len(q.node.users) != 1:
+            continue
+        is_given = rows(q.source).op == "placeholder" and q.node.meta.get("partitioner_tag") != "is_backward"
+        if is_given and not refusal(norm, replace(product, source=q.source)):
+            product.node.meta[_QUANTISES] = True
+
+
+def quantising(product: Product) -> Product:
+    """``product`` with the ``source`` of its A where :func:`choose_quantising` marked it."""
+    q = _own_quantisation(product) if product.node.meta.get(_QUANTISES) else None
+    return product if q is None else replace(product, source=q.source)
+
+
+def _own_quantisation(product: Product) -> Quantise | None:
+    """The quantisation by rows that makes a GEMM's A and its scale, of a matrix in 16 bits, or None."""
+    q = quantisation(product.a, rowwise=True) if product.rowwise else None
+    if q is None or q.scale is None or strip(product.scale_a, aten.unsqueeze.default, *VIEWS) is not q.scale:
+        return None
     fits = q.dtype == dtype_of(product.b) == torch.float8_e4m3fn and dtype_of(q.source).itemsize == 2
-    found = replace(product, source=q.source)
-    return found if fits and product.rowwise and not refusal(norm, found) else product
+    return q if fits and not q.rounded else None
 
 
 def sizes_of(product: Product) -> tuple[int | None, int | None, int | None]:
