@@ -216,7 +216,7 @@ def gradients(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def fused(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Scales in blocks, SwishNorm and results in 1x128 blocks with the configurations that operators run them with."""
+    """Scales in blocks, SwishNorm and results in 1x128 blocks, as the operators configure them."""
     results = {}
     for in_blocks, activation, quantised, kept in [
         (True, "hardswish", False, False), (True, "hardswish", True, True), (True, "swish_norm", True, False),
@@ -233,8 +233,8 @@ def fused(found: list[dict[str, Any]]) -> dict[str, Any]:
             gemm_block_norm.launch(
                 torch.empty(m, k, dtype=FP8), torch.empty(n, k, dtype=FP8), *scales, None if quantised else out,
                 torch.empty(m, n // 256) if kept else None, out.to(FP8) if quantised else None, block=256, eps=1e-5,
-                fast=True, config=shipped(kernel, m, n, k, 1, crowded=True), activation=activation, kept=out if kept else None,
-                q_scales=torch.empty(n // 128, m) if quantised else None,
+                fast=True, config=shipped(kernel, m, n, k, 1, crowded=True), activation=activation,
+                kept=out if kept else None, q_scales=torch.empty(n // 128, m) if quantised else None,
             )  # fmt: skip
             results[f"{kernel} {m}x{n}x{k}"] = list(found)
     return results
