@@ -15,11 +15,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from fused_graphs import E4M3, aten, fp8_linear, loka, targets, trace
 
-from loka_compile.gemm import Scaling
 from loka_compile.lowering.fused import configs, forward, product
 from loka_compile.lowering.fused.forward import fuse, will_fuse
-from loka_compile.lowering.fused.product import choose_quantising
-from loka_compile.lowering.quantize import Quantized, quantize
 from loka_compile.report import Report
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -302,95 +299,3 @@ def test_hardswish_in_the_epilogue_keeps_knees_and_nan(monkeypatch: pytest.Monke
     gm.recompile()
     values = torch.tensor([-16.0, -3.0, -2.9999, 0.0, 2.9999, 3.0, 16.0, float("nan")])
     torch.testing.assert_close(gm(values), F.hardswish(values), equal_nan=True)
-
-
-def by_rows(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-    """A layer whose input is quantised by rows, and whose weight was."""
-    return after_rows(quantize(x, Scaling.ROWWISE), scale, w)
-
-
-def twice_by_rows(x: Tensor, scale: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    q = quantize(x, Scaling.ROWWISE)
-    return after_rows(q, scale, w), after_rows(q, scale * 2, w)
-
-
-def doubled(q: Quantized) -> Quantized:
-    """Whose scale is not the one that its numbers were made with."""
-    return Quantized(q.data, q.scale * 2)
-
-
-def after_rows(q: Quantized, scale: Tensor, w: Tensor) -> Tensor:
-    z = aten._scaled_mm.default(q.data, w.t(), q.scale, scale, None, None, BF16, True)
-    return F.hardswish(loka.block_norm(z, 256, 1e-5)[0])
-
-
-QUANTISING = {
-    "gemm_block_norm_quantising": [{"when": {"m": [1, 512], "itemsize": [1, 1]}, "config": {"splits": 2}}],
-    "gemm_block_norm": [{"when": {"m": [513, 1024]}}],
-}
-
-
-def of_rows(m: int, n: int, k: int, dtype: torch.dtype = BF16) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [((m, k), dtype), ((1, n), F32), ((n, k), E4M3)]
-
-
-def test_an_input_quantised_by_rows_is_quantised_by_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "_rules", lambda: QUANTISING)
-    gm, report = trace(by_rows, *of_rows(64, 512, 448)), Report()
-    norm = next(node for node in gm.graph.nodes if str(node.target) == "loka.block_norm.default")
-    assert not will_fuse(norm)
-    choose_quantising(gm.graph)
-    assert will_fuse(norm)
-    for node in gm.graph.nodes:  # by now it may be a backward that computes the forward again, from what was saved
-        if node.op == "placeholder":
-            node.meta["partitioner_tag"] = "is_backward"
-    assert fuse(gm.graph, report) == 1
-    assert "FP8 quantisation (1x128) + FP8 GEMM + BlockNorm(256) + HardSwish in one kernel" in report.fusions[0]
-    assert report.fusions[0].endswith("K in 2 parts")
-    found = targets(gm)
-    assert found[FUSED] == 1
-    assert not {t for t in found if "amax" in t or "clamp" in t}
-    x, scale, _ = (n for n in gm.graph.nodes if n.op == "placeholder")
-    (node,) = [n for n in gm.graph.nodes if str(n.target) == FUSED]
-    assert (node.args[0], node.args[2], node.args[3]) == (x, None, scale)
-
-
-@pytest.mark.parametrize(
-    ("fn", "shape", "dtype"),
-    [
-        (by_rows, (1024, 512, 448), BF16),  # no rule
-        (lambda x, s, w: after_rows(doubled(quantize(x, Scaling.ROWWISE)), s, w), (64, 512, 448), BF16),
-        (by_rows, (64, 512, 448), F32),  # an input that is not in 16 bits
-        (lambda x, s, w: by_rows(x * 2, s, w), (64, 512, 448), BF16),  # a kernel of the graph makes it
-        (lambda x, s, w: twice_by_rows(x, s, w), (64, 512, 448), BF16),  # two GEMMs read it
-    ],
-)
-def test_other_inputs_are_quantised_in_front_of_the_gemm(
-    fn: Any, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules = {**QUANTISING, "gemm_block_norm": [{}]}
-    monkeypatch.setattr(configs, "_rules", lambda: rules)
-    gm = trace(fn, *of_rows(*shape, dtype))
-    choose_quantising(gm.graph)
-    assert fuse(gm.graph, Report()) >= 1
-    for node in [n for n in gm.graph.nodes if str(n.target) == FUSED]:
-        assert node.args[0].meta["val"].dtype == E4M3
-        assert node.args[2] is not None
-
-
-def test_a_gemm_that_quantises_is_at_least_as_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of blocks instead of rows: smaller values lose less. Against the layer in fp64, whose weight is FP8."""
-    monkeypatch.setattr(product, "on_this_device", lambda value: "")
-    monkeypatch.setattr(configs, "_rules", lambda: QUANTISING)
-    for m, n, k in ((37, 640, 448), (3, 384, 13), (16, 256, 1000)):
-        before, after = (trace(by_rows, *of_rows(m, n, k), device="cpu") for _ in range(2))
-        choose_quantising(after.graph)
-        assert fuse(after.graph, Report()) == 1
-        after.recompile()
-        x = (torch.randn(m, k) * torch.logspace(-4, 2, m)[:, None] * torch.randn(k).exp() ** 3).to(BF16)
-        w, scale = (torch.randn(n, k) * 4).to(E4M3), torch.rand(1, n) + 0.5
-        z = (x.double() @ (w.double() * scale.double().t()).t()).split(256, 1)
-        y = torch.cat([p * torch.rsqrt(p.square().mean(1, keepdim=True) + 1e-5) for p in z], 1)
-        expected = F.hardswish(y)
-        errors = [((fn(x, scale, w).double() - expected).norm() / expected.norm()).item() for fn in (after, before)]
-        assert errors[0] < 1.02 * errors[1] < 0.05
