@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,41 @@ from _timing import measure_graphs
 
 #: Seconds before the end in which nothing is compiled, and nobody is waited for any more.
 MEASURING, PATIENCE = 15.0, 12.0
+
+
+def parser(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """The options of a program that :func:`run_shapes` starts once for each shape."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path("."))
+    made.add_argument("--seconds", type=float, default=seconds, help="no more than so long")
+    made.add_argument("--shape", type=int, help=argparse.SUPPRESS)
+    made.add_argument("--end", type=float, help=argparse.SUPPRESS)
+    return made
+
+
+@contextmanager
+def configured(config: Any) -> Iterator[None]:
+    """What is compiled now takes ``config`` for its fused GEMMs; None: what ships."""
+    from loka_compile.lowering.fused import lowerings
+
+    known = lowerings.config_for
+    if config is not None:
+        lowerings.config_for = lambda *_: config  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        lowerings.config_for = known
+
+
+def compile_here() -> None:
+    """In a shape's process: compile without caches, whose keys do not know the configuration, and by itself."""
+    import torch._inductor.config as inductor_config
+
+    from loka_compile.lowering.fused import lowerings
+
+    inductor_config.force_disable_caches = True
+    inductor_config.compile_threads = 1
+    lowerings.register()
 
 
 def measure_alone(

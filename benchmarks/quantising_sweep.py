@@ -11,7 +11,6 @@ rotated past the L2. Each shape compiles in a process of its own, all at once, a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from _at_once import keep, measure_alone, run_shapes  # noqa: E402
+from _at_once import compile_here, configured, keep, measure_alone, parser, run_shapes  # noqa: E402
 from _epilogue import hardswish  # noqa: E402
 from _timing import capture, copies_past_l2  # noqa: E402
 
@@ -31,7 +30,7 @@ from loka_compile import machine  # noqa: E402
 from loka_compile.gemm import Scaling  # noqa: E402
 from loka_compile.kernels.config import GemmConfig  # noqa: E402
 from loka_compile.lowering import quantize_op  # noqa: E402, F401
-from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
+from loka_compile.lowering.fused import configs  # noqa: E402
 from loka_compile.lowering.quantize import quantize  # noqa: E402
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -104,32 +103,26 @@ def graphs_of(m: int, k: int, n: int, log: Callable[[str], None]) -> dict[str, t
         ("bf16 apart", apart, None), ("bf16 fused", fused, shipped[1]), ("rows", rows, shipped[0]),
         *((f"itself, {name}", itself, config) for name, config in candidates(m, n)),
     ]  # fmt: skip
-    graphs, known = {}, lowerings.config_for
+    graphs = {}
     for name, fn, config in arms:
         torch._dynamo.reset()
-        if config is not None:
-            lowerings.config_for = lambda *_, c=config: c  # type: ignore[assignment, misc]
         try:
             compiled = torch.compile(fn)
             calls = [lambda given=given, f=compiled: f(*given) for given in inputs]
+            with configured(config):
+                calls[0]()
             error = ((calls[0]().double() - expected).norm() / expected.norm()).item()
             if not error < 0.06:
                 raise AssertionError(f"error {error:.3g}")
             graphs[name] = (capture(calls, warmup=1), len(calls))
         except Exception as problem:
             log(f"    {name}: {type(problem).__name__}: {str(problem)[:200]}")
-        finally:
-            lowerings.config_for = known
     return graphs
 
 
 def one_shape(index: int, folder: Path, end: float) -> None:
     """Compile a shape's arms, wait until all shapes are compiled, measure alone."""
-    import torch._inductor.config as inductor_config
-
-    inductor_config.force_disable_caches = True  # the cache's key does not know the configuration
-    inductor_config.compile_threads = 1
-    lowerings.register()
+    compile_here()
     lines: list[str] = []
     graphs = graphs_of(*SHAPES[index], lines.append)
     keep(folder, index, {"us": measure_alone(graphs, folder, index, len(SHAPES), end), "log": lines})
@@ -137,12 +130,7 @@ def one_shape(index: int, folder: Path, end: float) -> None:
 
 def main() -> None:
     """Measure, print a line a shape, write ``quantising_sweep.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--seconds", type=float, default=100.0, help="no more than so long")
-    parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser(__doc__, 100.0).parse_args()
     folder = options.out / "quantising_sweep_parts"
     if options.shape is not None:
         one_shape(options.shape, folder, options.end)

@@ -11,7 +11,6 @@ interleaved, inputs rotated past the L2. Each shape compiles in a process of its
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,14 +24,14 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from _at_once import MEASURING, keep, measure_alone, run_shapes  # noqa: E402
+from _at_once import MEASURING, compile_here, configured, keep, measure_alone, parser, run_shapes  # noqa: E402
 from _epilogue import hardswish  # noqa: E402
 from _timing import capture, copies_past_l2  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
 from loka_compile.kernels import gemm_block_norm, tile_parts  # noqa: E402
 from loka_compile.kernels.config import GemmConfig  # noqa: E402
-from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
+from loka_compile.lowering.fused import configs  # noqa: E402
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 #: Operands' dtype, M, K, N.
@@ -115,16 +114,11 @@ class Shape:
 
         def make() -> tuple[list[Callable[[], Any]], int]:
             torch._dynamo.reset()
-            known = lowerings.config_for
-            if config is not None:
-                lowerings.config_for = lambda *_: config  # type: ignore[assignment, misc]
-            try:
+            with configured(config):
                 compiled = torch.compile(lambda s, *flat: [fn(*flat[i : i + 2], s) for i in range(0, len(flat), 2)])
                 sets = [sum(self.pairs[i : i + together], ()) for i in range(0, len(self.pairs), together)]
                 calls = [lambda f=flat: compiled(self.scale, *f)[0] for flat in sets]
                 calls[0]()
-            finally:
-                lowerings.config_for = known
             return calls, together
 
         self.add(name, make)
@@ -186,11 +180,7 @@ class Shape:
 
 def one_shape(index: int, folder: Path, end: float) -> None:
     """Compile the arms of a shape, wait until all shapes are compiled, measure alone."""
-    import torch._inductor.config as inductor_config
-
-    inductor_config.force_disable_caches = True  # the cache's key does not know the configuration
-    inductor_config.compile_threads = 1
-    lowerings.register()
+    compile_here()
     lines: list[str] = []
     shape = Shape(*SHAPES[index], lines.append)
     shape.compile_all(3 * index, end - MEASURING)
@@ -200,12 +190,7 @@ def one_shape(index: int, folder: Path, end: float) -> None:
 
 def main() -> None:
     """Measure, print a table, write ``split_sweep.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--seconds", type=float, default=75.0, help="no arm is compiled after so long less 15")
-    parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser(__doc__, 75.0).parse_args()
     folder = options.out / "split_sweep_parts"
     if options.shape is not None:
         one_shape(options.shape, folder, options.end)

@@ -13,7 +13,6 @@ measures alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -25,14 +24,14 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from _at_once import keep, measure_alone, run_shapes  # noqa: E402
+from _at_once import compile_here, configured, keep, measure_alone, parser, run_shapes  # noqa: E402
 from _epilogue import hardswish  # noqa: E402
 from _timing import capture, copies_past_l2  # noqa: E402
 from template_cases import BF16, CASES, Case, apart, by_comparisons, layer  # noqa: E402
 
 from loka_compile import machine  # noqa: E402
 from loka_compile.kernels.config import GemmConfig  # noqa: E402
-from loka_compile.lowering.fused import configs, lowerings  # noqa: E402
+from loka_compile.lowering.fused import configs  # noqa: E402
 
 Row = tuple[int, int, int, int, int, bool]
 Graphs = dict[str, tuple[torch.cuda.CUDAGraph, int]]
@@ -70,24 +69,22 @@ def graphs_of(case: Case, rows: Sequence[Row], log: Callable[[str], None]) -> Gr
     ]
     kernel = configs.gemm_kernel(gated=case.gated, quantised=case.blocks)
     shipped = configs.config_for(kernel, m, n, k, dtype.itemsize, case.fast)
-    known, graphs = lowerings.config_for, {}
+    graphs: Graphs = {}
     others = {str(row): config_of(row, dtype.itemsize) for row in rows}
     if rows is SHAPES and not case.gated:
         others["by comparisons"] = shipped
     for name, config in {"apart": None, "shipped": shipped, **others}.items():
         torch._dynamo.reset()
-        lowerings.config_for = lambda *_, c=config: c  # type: ignore[assignment, misc]
         try:
             activation = by_comparisons if name == "by comparisons" else hardswish
             compiled = torch.compile(layer(case, activation) if config is not None else apart(case))
             calls = [lambda a=a, b=b, f=compiled: f(a, b, one) for a, b in pairs]
-            calls[0]()
+            with configured(config):
+                calls[0]()
             # Captured now: the next configuration resets Dynamo, and with it this one's compiled code.
             graphs[name] = (capture(calls, warmup=1), len(calls))
         except Exception as error:
             log(f"    {name}: {type(error).__name__}: {str(error)[:200]}")
-        finally:
-            lowerings.config_for = known
     return graphs
 
 
@@ -98,11 +95,7 @@ def selected(names: list[str], only: str) -> list[tuple[str, Case]]:
 
 def one_case(index: int, cases: list[tuple[str, Case]], folder: Path, end: float) -> None:
     """Compile a case's arms, wait until all cases are compiled, measure alone."""
-    import torch._inductor.config as inductor_config
-
-    inductor_config.force_disable_caches = True  # the cache's key does not know the configuration
-    inductor_config.compile_threads = 1
-    lowerings.register()
+    compile_here()
     lines: list[str] = []
     name, case = cases[index]
     graphs = graphs_of(case, ROWS.get(name, ROUNDS), lines.append)
@@ -111,21 +104,17 @@ def one_case(index: int, cases: list[tuple[str, Case]], folder: Path, end: float
 
 def main() -> None:
     """Measure, print a line a case, write ``template_sweep.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--seconds", type=float, default=150.0, help="no more than so long")
-    parser.add_argument("--cases", choices=CASES, nargs="+", default=["shipped"])
-    parser.add_argument("--only", default="", help="cases in whose name this regular expression is found")
-    parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    cases, folder = selected(options.cases, options.only), options.out / "template_sweep_parts"
-    if options.shape is not None:
-        one_case(options.shape, cases, folder, options.end)
+    options = parser(__doc__, 150.0)
+    options.add_argument("--cases", choices=CASES, nargs="+", default=["shipped"])
+    options.add_argument("--only", default="", help="cases in whose name this regular expression is found")
+    given = options.parse_args()
+    cases, folder = selected(given.cases, given.only), given.out / "template_sweep_parts"
+    if given.shape is not None:
+        one_case(given.shape, cases, folder, given.end)
         return
     results: dict[str, Any] = {"versions": machine.describe(), "command": " ".join(sys.argv), "us": {}}
-    more = ["--cases", *options.cases, "--only", options.only]
-    parts = run_shapes(__file__, options.out, folder, len(cases), options.seconds, more)
+    more = ["--cases", *given.cases, "--only", given.only]
+    parts = run_shapes(__file__, given.out, folder, len(cases), given.seconds, more)
     for (_, case), found in zip(cases, parts, strict=True):
         if found is None:
             print(f"{case.name}: no result: out of time, or what its process wrote above")
@@ -134,7 +123,7 @@ def main() -> None:
         print(
             *found["log"], f"{case.name}: " + " | ".join(f"{arm} {us:.1f}" for arm, us in found["us"].items()), sep="\n"
         )
-    (options.out / "template_sweep.json").write_text(json.dumps(results, indent=1) + "\n")
+    (given.out / "template_sweep.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import quantising_sweep
 
+from loka_compile.lowering.fused import lowerings
+
 
 def test_every_arm_is_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_the_cpu(make):  # type: ignore[no-untyped-def]
@@ -20,7 +22,7 @@ def test_every_arm_is_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda fn: fn)
     monkeypatch.setattr(quantising_sweep, "capture", lambda calls, warmup: [call() for call in calls])
     monkeypatch.setattr(quantising_sweep, "copies_past_l2", lambda size: 2)
-    known, lines = quantising_sweep.lowerings.config_for, list[str]()
+    known, lines = lowerings.config_for, list[str]()
     found = quantising_sweep.graphs_of(64, 200, 256, lines.append)
     assert lines == []
     assert list(found)[:4] == ["bf16 apart", "bf16 fused", "rows", "itself, 16 rows"]
@@ -29,7 +31,7 @@ def test_every_arm_is_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = quantising_sweep.graphs_of(64, 200, 256, lines.append)
     assert "rows" not in found
     assert "rows: AssertionError: error" in lines[0]
-    assert quantising_sweep.lowerings.config_for is known
+    assert lowerings.config_for is known
 
 
 def test_parts_run_at_the_same_time() -> None:

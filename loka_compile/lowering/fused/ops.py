@@ -93,7 +93,9 @@ def _gemm_block_norm_cuda(
         scale_b = scale_b.reshape(n, 1).expand(n, scale_a.shape[1])
     scaling = ref.scaling(scale_a, scale_b, m, n)
     # Crowded: the kernel written by hand takes a few registers more than the template.
-    config = config_for(gemm_kernel(scaling.in_blocks), m, n, k, a.element_size(), fast, scaling.kind == 2, True)
+    config = config_for(
+        gemm_kernel(scaling.in_blocks), m, n, k, a.element_size(), fast, scaling.kind == 2, crowded=True
+    )
     config = config.fitting(a.element_size(), out_dtype.itemsize, shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, y, rstd if with_rstd else None, None, block=block, eps=eps, fast=fast,

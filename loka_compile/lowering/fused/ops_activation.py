@@ -80,7 +80,7 @@ def _cuda(
     scaling = ref.scaling(scale_a, scale_b, m, n)
     kernel = gemm_kernel(scaling.in_blocks, activation == "swish_norm", quantised)
     # Crowded: the kernel written by hand takes a few registers more than the template.
-    config = config_for(kernel, m, n, k, a.element_size(), fast, scaling.kind == 2, True)
+    config = config_for(kernel, m, n, k, a.element_size(), fast, scaling.kind == 2, crowded=True)
     config = config.fitting(a.element_size(), max(out_dtype.itemsize, kept_dtype.itemsize), shared_memory(a.device))
     launch(
         a, b.t().contiguous(), scale_a, scale_b, out if with_out else None, rstd if kept else None,
