@@ -33,18 +33,14 @@ class GemmConfig:
     #: Parts that the contraction is cut into, where a kernel can: more programs for an output of few tiles.
     splits: int = 1
 
-    def fitting(
-        self, itemsize: int, out_itemsize: int, shared_memory: int, itemsize_b: int | None = None
-    ) -> GemmConfig:
+    def fitting(self, itemsize: int, out_itemsize: int, shared_memory: int) -> GemmConfig:
         """This configuration with as many stages as fit into ``shared_memory`` bytes, and at least two.
 
-        Every stage holds a tile of A and of B (``itemsize`` bytes a value, B's ``itemsize_b`` if it has others). In a
-        persistent kernel the tile that is written lies beside them, because the next tile's loads begin before it is
-        gone; in fp32 that is a tile of 128 kB, with which three stages do not fit an H200's 227 kB.
+        Every stage holds a tile of A and of B (``itemsize`` bytes a value). In a persistent kernel the tile that is
+        written lies beside them, because the next tile's loads begin before it is gone; in fp32 that is a tile of 128
+        kB, with which three stages do not fit an H200's 227 kB.
         """
-        stage = (
-            self.block_m * itemsize + self.block_n * (itemsize if itemsize_b is None else itemsize_b)
-        ) * self.block_k
+        stage = (self.block_m + self.block_n) * self.block_k * itemsize
         written = self.block_m * self.block_n * out_itemsize if self.persistent else 0
         fit = (shared_memory - written - _BARRIERS) // stage
         return replace(self, stages=max(2, min(self.stages, fit)))

@@ -45,10 +45,8 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor
     """``a [M, K] @ b [K, N]`` times the scales, not rounded to 16 bits.
 
     Scales: both scalar, [M, 1] and [1, N], or in blocks of 128: [M or ceil(M/128), blocks of K] and [N or ceil(N/128),
-    blocks of K or more]. With ``scale_b`` [1, N] alone A is quantised here, by rows in blocks of 128.
+    blocks of K or more].
     """
-    if scale_a is None and scale_b is not None:
-        return in_blocks_of_rows(a) @ wide(b) * scale_b
     if scale_a is None or scale_b is None:
         return wide(a) @ wide(b)
     (m, k), n = a.shape, b.shape[1]
@@ -61,15 +59,6 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor
     rows, columns = (torch.arange(size, device=a.device) for size in (m, n))
     left = wide(a) * scale_a[rows // kind.rows_a][:, along]
     return left @ (wide(b) * scale_b[columns // kind.rows_b][:, along].t())
-
-
-def in_blocks_of_rows(x: Tensor) -> Tensor:
-    """x [M, K] as e4m3 with a scale for each row and 128 features gives it back, the last ones fewer; wide."""
-    parts = []
-    for part in wide(x).split(128, dim=1):
-        scale = part.abs().amax(1, keepdim=True).clamp(min=AMAX_FLOOR) / LIMITS[torch.float8_e4m3fn]
-        parts.append(wide(to_fp8(part, 1 / scale, torch.float8_e4m3fn)) * scale)
-    return torch.cat(parts, 1)
 
 
 def block_norm(x: Tensor, block: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ from loka_compile.lowering.fused.forward import fuse
 from loka_compile.lowering.fused.inputs import quantise_inputs
 from loka_compile.lowering.fused.joined import write_joined
 from loka_compile.lowering.fused.joint import fuse_joint
-from loka_compile.lowering.fused.product import choose_quantising
 from loka_compile.lowering.joint import lower_gemms, remove_anchors
 from loka_compile.lowering.share import merge_equal
 from loka_compile.lowering.zero_gradients import share_zero_gradients
@@ -101,8 +100,6 @@ class JointPass(CustomGraphPass):
             if low.config.fuse:
                 fuse_joint(graph, low.report, low.config.save_fp8)
             merge_equal(graph)
-            if low.config.fuse:
-                choose_quantising(graph)
             ahead.build(graph)
         if low.config.fuse:
             decompose_unfusable(graph)

@@ -110,13 +110,6 @@ def in_blocks(a: Any, b: Any, sa: Any, sb: Any, squares: bool = True) -> Any:
     return inference(a, b, scale_a, scale_b)
 
 
-def quantising(a: Any, b: Any, sa: Any, sb: Any) -> Any:
-    """A comes in 16 bits, B has a scale per column."""
-    x, scale_b = a.to(torch.bfloat16), sb * torch.ones(1, b.shape[1])
-    y, rstd = torch.ops.loka.gemm_block_norm(x, b, None, scale_b, 256, 1e-5, torch.bfloat16, True, True)
-    return (hardswish(y) * 16).to(E4M3), y, rstd
-
-
 def rows_of_blocks(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return in_blocks(a, b, sa, sb, False)
 
@@ -185,8 +178,6 @@ SPLIT: dict[str, tuple[Any, int, int, int, bool | None, GemmConfig]] = {
     "split, unaligned": (training, 199, 384, 479, None, GemmConfig(64, 256, 64, 4, 4, tma=True, splits=4)),
     "split, dynamic batch": (inference, 256, 512, 2048, True, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=2)),
     "split twice": (twice, 256, 256, 4096, None, GemmConfig(64, 256, 128, 4, 4, tma=True, splits=8)),
-    "quantising": (quantising, 1024, 256, 1024, None, GemmConfig(64, 256, 128, 8, 4)),
-    "quantising, split": (quantising, 1024, 256, 7680, None, GemmConfig(64, 256, 128, 8, 4, tma=True, splits=8)),
 }
 _SPLITS = GemmConfig(64, 256, 128, 8, 4, tma=True, splits=8)
 #: Cases whose configuration asks for parts where none are made.

@@ -103,12 +103,8 @@ def test_rules_choose_what_was_measured_to_be_fastest() -> None:
         config = rule["config"] if rule is not None else {}
         row = [config.get(key, False) for key in ("block_m", "block_n", "block_k", "warps", "stages", "tma")]
         row[2] *= itemsize
-        chosen = us.get("apart" if rule is None else str(tuple(row)))
-        if chosen is None:  # four warps where eight were measured
-            assert "4096x512x256" in name or "8192x256x512" in name
-            continue
+        chosen = us["apart" if rule is None else str(tuple(row))]
         slower[name] = chosen / min(time for arm, time in us.items() if arm != "shipped before")
-    assert len(slower) == len(cases) - 16
     assert max(slower.values()) < 1.08
     assert sum(slower.values()) / len(slower) < 1.01
     before = [us["shipped before"] / min(us.values()) for us in cases.values() if "shipped before" in us]

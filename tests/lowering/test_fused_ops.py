@@ -47,11 +47,6 @@ CALLS = {
         (fp8(19, 256), fp8(384, 256).t(), torch.rand(2, 19).t(), torch.rand(3, 4), 256, 1e-5, torch.bfloat16, True,
          True),
     ),
-    "quantising": (
-        loka.gemm_block_norm.default,
-        (torch.randn(19, 200).bfloat16(), fp8(384, 200).t(), None, torch.rand(1, 384), 256, 1e-5, torch.bfloat16, True,
-         True),
-    ),
     "everything of SwishNorm": (
         loka.gemm_norm_activation.default,
         (fp8(19, 32), fp8(384, 32).t(), ONE, ONE, "swish_norm", 256, 1e-5, *[torch.bfloat16] * 2, *[True] * 4,

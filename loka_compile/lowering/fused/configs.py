@@ -29,13 +29,10 @@ def _rules() -> dict[str, list[dict[str, Any]]]:
     return data["kernels"]
 
 
-def gemm_kernel(
-    in_blocks: bool = False, gated: bool = False, quantised: bool = False, quantising: bool = False
-) -> str:  # fmt: skip
+def gemm_kernel(in_blocks: bool = False, gated: bool = False, quantised: bool = False) -> str:
     """Under which name the file has the fused GEMM: of operands scaled in blocks, with SwishNorm's gate, with a result
-    in FP8 and 1x128 blocks, of an input that it quantises itself."""
-    kinds = "_in_blocks" * in_blocks + "_to_blocks" * quantised + "_quantising" * quantising
-    return f"gemm_{'swish' if gated else 'block'}_norm{kinds}"
+    in FP8 and 1x128 blocks."""
+    return f"gemm_{'swish' if gated else 'block'}_norm{'_in_blocks' * in_blocks}{'_to_blocks' * quantised}"
 
 
 def find(

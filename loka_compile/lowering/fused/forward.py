@@ -24,7 +24,6 @@ from loka_compile.lowering.fused.product import (
     kind_of,
     operands_of,
     product_of,
-    quantising,
     refusal,
     reshaped,
     sizes_of,
@@ -48,7 +47,7 @@ def fuse(graph: fx.Graph, report: Report) -> int:
     for node in list(graph.nodes):
         if not is_call(node, torch.ops.loka.block_norm.default):
             continue
-        product = _product_of(node)
+        product = product_of(node)
         reason = "its input is not a GEMM's result" if product is None else refusal(node, product)
         name = site_of(product.node if product is not None else node) or node.name
         if reason or product is None:
@@ -65,13 +64,8 @@ def fuse(graph: fx.Graph, report: Report) -> int:
 
 def will_fuse(norm: fx.Node) -> bool:
     """Whether :func:`fuse` would take this ``loka::block_norm``; asked on the joint graph, before partitioning."""
-    product = _product_of(norm)
-    return product is not None and not refusal(norm, product)
-
-
-def _product_of(norm: fx.Node) -> Product | None:
     product = product_of(norm)
-    return None if product is None else quantising(product)
+    return product is not None and not refusal(norm, product)
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
@@ -84,8 +78,8 @@ def _rewrite(graph: fx.Graph, norm: fx.Node, product: Product) -> str:
     assert k is not None
     parts = 1
     if not product.in_blocks:
-        itemsize, kernel = dtype_of(product.a).itemsize, configs.gemm_kernel(quantising=product.source is not None)
-        parts = configs.config_for(kernel, m, n, k, itemsize, product.fast, product.rowwise).splits
+        itemsize = dtype_of(product.a).itemsize
+        parts = configs.config_for("gemm_block_norm", m, n, k, itemsize, product.fast, product.rowwise).splits
     kind = kind_of(product)
     wide = norm.meta["val"][0].dtype
     out_dtype = wide if y is None else handed_on(product, y)

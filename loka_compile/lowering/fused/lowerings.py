@@ -77,9 +77,7 @@ class _Rendering:
     def __init__(
         self, operands: tuple[Any, ...], block: int, eps: float, fast: bool, residual: Any, activation: str = ""
     ) -> None:
-        self.a, self.b, *self.scales = inductor.realized(*(x for x in operands if x is not None))
-        #: A comes in 16 bits and is quantised as it is loaded.
-        self.quantising = self.a.get_dtype().itemsize > self.b.get_dtype().itemsize
+        self.a, self.b, *self.scales = inductor.realized(*(operands if operands[2] is not None else operands[:2]))
         self.added = inductor.realized(residual) if residual is not None else []
         (self.m, self.k), self.n = self.a.get_size(), self.b.get_size()[1]
         self.device = self.a.get_device()
@@ -93,20 +91,17 @@ class _Rendering:
         """The template's own output, [M, N]; ``written``: the others by their names in the template, in its order."""
         a, b, device, itemsize = self.a, self.b, self.device, self.a.get_dtype().itemsize
         columns = inductor.size_of(self.n, fallback=2048)
-        scaling = Scaling(2)
-        if not self.quantising:
-            shapes = [s.get_size() for s in self.scales] or (None, None)
-            scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
+        shapes = [s.get_size() for s in self.scales] or (None, None)
+        scaling = scaling_of(shapes[0], shapes[1], self.m, self.n, inductor.equals)
         widest = max(out_dtype.itemsize, written["KEPT"].get_dtype().itemsize if "KEPT" in written else 0)
         config = config_for(
-            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written, self.quantising),
-            inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048),
-            b.get_dtype().itemsize, self.fast, scaling.kind == 2,
-            bool(self.added) or widest > 2,
+            gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written),
+            inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
+            self.fast, scaling.kind == 2, bool(self.added) or widest > 2,
         )  # fmt: skip
-        if scaling.in_blocks or self.quantising:
+        if scaling.in_blocks:
             config = replace(config, block_k=BLOCK)
-        config = config.fitting(itemsize, widest, inductor.shared_memory(device), b.get_dtype().itemsize)
+        config = config.fitting(itemsize, widest, inductor.shared_memory(device))
         sms, early = inductor.multiprocessors(device), inductor.launches_early(device)
         plain = not scaling.in_blocks and not self.activation
         config = replace(config, splits=config.splits if plain and config.splits <= sms else 1)
@@ -122,7 +117,6 @@ class _Rendering:
             [a, b, *self.scales, *self.added, *written.values()],
             inductor.output_layout(device, out_dtype, [self.m, self.n]), mutated_inputs=list(written.values()) or None,
             launch_early=early, PDL=early, PTX=inductor_pointwise.has_ptx(device), SCALING=scaling.kind,
-            QUANTISING=self.quantising,
             RESIDUAL=bool(self.added), WITH_RSTD="RSTD" in written, KEEP="KEPT" in written,
             ACTIVATION=("", "hardswish", "swish_norm").index(self.activation),
             QUANTISED=int("QS" in written) + int("Q" in written), EPS=self.eps, FAST=self.fast,

@@ -138,15 +138,10 @@ class Quantise:
 def quantisations(graph: fx.Graph, rowwise: bool = False) -> Iterator[Quantise]:
     """Every tensorwise quantisation of a 2-D tensor, or every rowwise one, in graph order."""
     for node in graph.nodes:
-        found = quantisation(node, rowwise)
-        if found is not None:
-            yield found
-
-
-def quantisation(node: fx.Node, rowwise: bool = False) -> Quantise | None:
-    """The quantisation that ends in ``node``, tensorwise or rowwise, or None."""
-    is_fp8 = is_call(node, *CONVERT) and dtype_of(node) in FP8 and node.meta["val"].dim() == 2
-    return _parse(node, rowwise) if is_fp8 else None
+        if is_call(node, *CONVERT) and dtype_of(node) in FP8 and node.meta["val"].dim() == 2:
+            found = _parse(node, rowwise)
+            if found is not None:
+                yield found
 
 
 def _parse(node: fx.Node, rowwise: bool) -> Quantise | None:

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from loka_compile._compat.inductor_templates import shared_memory
-from loka_compile.gemm import Scaling
 from loka_compile.kernels import reference as ref
 from loka_compile.lowering.ahead import on_cuda
 from loka_compile.lowering.fused.configs import config_for, gemm_kernel
-from loka_compile.lowering.quantize import quantize
 
 LIBRARY = torch.library.Library("loka", "FRAGMENT")
 FP8 = torch.float8_e4m3fn
@@ -63,8 +61,7 @@ def _gemm_block_norm_fake(
     [M, ceil(N/block)] or [0].
 
     Scales as ``kernels.config.scaling_of`` tells them apart: scalars, [M, 1] with [1, N], or in blocks of 128:
-    [M, blocks of K] with [N, blocks of K] or [ceil(N/128), blocks of K or more], of any strides. With ``scale_b``
-    [1, N] alone a is in 16 bits, and is quantised by the kernel with a scale for each row and 128 features."""
+    [M, blocks of K] with [N, blocks of K] or [ceil(N/128), blocks of K or more], of any strides."""
     m, n = a.shape[0], b.shape[1]
     rstd_shape = (m, blocks_of(n, block)) if with_rstd else (0,)
     return a.new_empty((m, n), dtype=out_dtype), a.new_empty(rstd_shape, dtype=torch.float32)
@@ -88,9 +85,6 @@ def _gemm_block_norm_cuda(
     if y.numel() == 0:
         return y, rstd
     (m, k), n = a.shape, b.shape[1]
-    if scale_a is None and scale_b is not None:  # two kernels, where nothing is compiled
-        a, scale_a = quantize(a, Scaling.BLOCK_1X128)
-        scale_b = scale_b.reshape(n, 1).expand(n, scale_a.shape[1])
     scaling = ref.scaling(scale_a, scale_b, m, n)
     # Crowded: the kernel written by hand takes a few registers more than the template.
     config = config_for(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,18 +16,13 @@ from loka_compile.lowering.fused.match import (
     CONVERT,
     FP8,
     VIEWS,
-    Quantise,
     arg,
     copy_meta,
     dtype_of,
     emit,
     is_call,
     is_rounded_later,
-    quantisation,
-    quantisations,
-    rows,
     shape_to_view,
-    strip,
 )
 
 aten = torch.ops.aten
@@ -37,8 +31,6 @@ aten = torch.ops.aten
 MAX_BLOCK = 256
 #: Narrowest last block (issue 5): below it the mean of squares is taken over too few values.
 MIN_LAST_BLOCK = 128
-#: In the meta of a GEMM whose fused kernel quantises its input itself.
-_QUANTISES = "loka_quantises"
 
 
 @dataclass(frozen=True)
@@ -64,8 +56,6 @@ class Product:
 
     #: The sum with the residual.
     total: fx.Node | None = None
-    #: What A is the FP8 of, [M, K] in 16 bits, where the fused kernel quantises it itself (:func:`choose_quantising`).
-    source: fx.Node | None = None
 
     @property
     def rowwise(self) -> bool:
@@ -192,45 +182,11 @@ def refusal(norm: fx.Node, product: Product, gated: bool = False, quantised: boo
     m, n, k = sizes_of(product)
     if m is None or n is None or k is None:
         return "its size is unknown when compiling"
-    kernel = configs.gemm_kernel(product.in_blocks, gated, quantised, product.source is not None)
+    kernel = configs.gemm_kernel(product.in_blocks, gated, quantised)
     if configs.find(kernel, m, n, k, operand.itemsize, product.fast, product.rowwise) is None:
         of = f"{' with SwishNorm' * gated}{' of block scales' * product.in_blocks}"
         return f"at {m}x{n}x{k} the fused kernel{of} was not measured to be faster"
     return ""
-
-
-def choose_quantising(graph: fx.Graph) -> None:
-    """Mark the GEMMs whose fused kernel is to quantise its input as it loads it: on the joint graph, so that a backward
-    that computes the forward once more does it with the same bits.
-
-    Such an input is one of the graph which a plan quantises by rows for this GEMM alone. Blocks of 128 features of a
-    row then have a scale each: the whole row is nowhere before the product is. What a kernel of the graph makes is
-    better quantised there.
-    """
-    readers = Counter(q.source for q in quantisations(graph, rowwise=True))
-    for norm in graph.nodes:
-        product = product_of(norm) if is_call(norm, torch.ops.loka.block_norm.default) else None
-        q = None if product is None else _own_quantisation(product)
-        if product is None or q is None or readers[q.source] != 1 or len(q.node.users) != 1:
-            continue
-        is_given = rows(q.source).op == "placeholder" and q.node.meta.get("partitioner_tag") != "is_backward"
-        if is_given and not refusal(norm, replace(product, source=q.source)):
-            product.node.meta[_QUANTISES] = True
-
-
-def quantising(product: Product) -> Product:
-    """``product`` with the ``source`` of its A where :func:`choose_quantising` marked it."""
-    q = _own_quantisation(product) if product.node.meta.get(_QUANTISES) else None
-    return product if q is None else replace(product, source=q.source)
-
-
-def _own_quantisation(product: Product) -> Quantise | None:
-    """The quantisation by rows that makes a GEMM's A and its scale, of a matrix in 16 bits, or None."""
-    q = quantisation(product.a, rowwise=True) if product.rowwise else None
-    if q is None or q.scale is None or strip(product.scale_a, aten.unsqueeze.default, *VIEWS) is not q.scale:
-        return None
-    fits = q.dtype == dtype_of(product.b) == torch.float8_e4m3fn and dtype_of(q.source).itemsize == 2
-    return q if fits and not q.rounded else None
 
 
 def sizes_of(product: Product) -> tuple[int | None, int | None, int | None]:
@@ -241,8 +197,6 @@ def sizes_of(product: Product) -> tuple[int | None, int | None, int | None]:
 
 def kind_of(product: Product) -> str:
     """The operands in words."""
-    if product.source is not None:
-        return "FP8 quantisation (1x128) + FP8"
     if dtype_of(product.a) not in FP8:
         return str(dtype_of(product.a)).removeprefix("torch.")
     return "block-scaled FP8" if product.in_blocks else "FP8"
@@ -250,8 +204,6 @@ def kind_of(product: Product) -> str:
 
 def operands_of(graph: fx.Graph, product: Product) -> tuple[fx.Node | None, ...]:
     """A [M, K], B [K, N] and their scales as ``loka::gemm_block_norm`` takes them; views at the insertion point."""
-    if product.source is not None:
-        return product.source, product.b, None, product.scale_b
     if not product.in_blocks:
         return product.a, product.b, product.scale_a, product.scale_b
 

@@ -9,11 +9,9 @@ The tensor core waits while a tile is finished, so that each instruction a value
 scale (or one of a row) is therefore applied together with rstd, a tile as wide as a block is not reshaped, and with PTX
 a gate is one instruction and the cast to FP8 saturates by itself.
 
-QUANTISING: A comes in 16 bits, and a step of the main loop makes FP8 of what it has loaded, with a scale for each row
-and BLOCK_K features (128); SB is then one per column. ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT
-takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the template's output is FP8 in 1x128 blocks, 2 they are written beside
-it. SCALING is ``kernels.config.Scaling.kind``. With scales in blocks the accumulator is held as in
-``kernels/block_scales.py``.
+ACTIVATION in the body: 0 none, 1 HardSwish, 2 SwishNorm; KEPT takes y, or SwishNorm's h. QUANTISED: 0 no, 1 the
+template's output is FP8 in 1x128 blocks, 2 they are written beside it. SCALING is ``kernels.config.Scaling.kind``. With
+scales in blocks the accumulator is held as in ``kernels/block_scales.py``.
 
 ``split_template.py`` makes of the same pieces the template whose programs share a tile.
 """
@@ -23,8 +21,7 @@ from __future__ import annotations
 from loka_compile.kernels.config import GATE_PTX
 
 NAMES = """\
-{% set names = ["A", "B"] + (["SA"] if SCALING and not QUANTISING else []) + (["SB"] if SCALING else []) %}
-{% set names = names + (["R"] if RESIDUAL else []) %}
+{% set names = ["A", "B"] + (["SA", "SB"] if SCALING else []) + (["R"] if RESIDUAL else []) %}
 {% set names = names + (["RSTD"] if WITH_RSTD else []) + (["KEPT"] if KEEP else []) %}
 {% set names = names + (["QS"] if QUANTISED else []) + (["Q"] if QUANTISED == 2 else []) %}
 """
@@ -73,15 +70,6 @@ scale = tl.load(sa_ptr)[:, None] * tl.load(sb_ptr)[None, :]
 acc += tl.reshape(tl.dot(a, b), (BLOCK_M, BLOCK_N // COLUMNS, COLUMNS)) * scale[:, :, None]
 sa_ptr += {{stride("SA", 1)}}
 sb_ptr += {{stride("SB", 1)}}
-{% elif QUANTISING %}
-wide = a.to(tl.float32)
-largest = tl.max(tl.abs(wide).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-row_scale = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 448.0)
-wide = wide * (1.0 / row_scale)[:, None]
-{% if not PTX %}
-wide = tl.where(wide > 448.0, 448.0, tl.where(wide < -448.0, -448.0, wide))
-{% endif %}
-acc += tl.dot(wide.to(B.dtype.element_ty), b) * row_scale[:, None]
 {% elif FAST %}
 acc = tl.dot(a, b, acc)
 {% else %}
@@ -137,19 +125,16 @@ pid_n = (tile % width) // group_size
 _FINISH = """\
 rm = FIRST_ROW + tl.arange(0, ROWS)
 rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-{% set SCALED = SCALING in (1, 2) and not QUANTISING %}
-{% set SCALE_WITH_RSTD = SCALED and not RESIDUAL and ACTIVATION != 2 %}
+{% set SCALE_WITH_RSTD = SCALING in (1, 2) and not RESIDUAL and ACTIVATION != 2 %}
 {% if SCALING == 1 %}
 scale = tl.load(SA) * tl.load(SB)
 {% elif SCALING == 2 %}
-{% if not QUANTISING %}
 scale = tl.load(SA + rm, mask=rm < M, other=0.0)[:, None]
-{% endif %}
 acc = acc * tl.load(SB + rn, mask=rn < N, other=0.0)[None, :]
 {% elif SCALING == 3 %}
 acc = tl.reshape(acc, (ROWS, BLOCK_N))
 {% endif %}
-{% if SCALED and not SCALE_WITH_RSTD %}
+{% if SCALING in (1, 2) and not SCALE_WITH_RSTD %}
 acc = acc * scale
 {% endif %}
 {% if RESIDUAL %}
