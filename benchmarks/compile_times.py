@@ -4,7 +4,7 @@
 
 Each time is that of a process of its own with caches of its own: from ``torch.compile`` to the end of the first
 training step, CUDA and Inductor's workers already started. Cold and then warm are processes with the same caches; warm
-is the median of three. Garbage is collected before the clock starts: a full pass takes as long as a third of a warm
+is the median of seven. Garbage is collected before the clock starts: a full pass takes as long as a third of a warm
 compile, and into which arm's it fell would depend on what was imported before. Modules come from bytecode, as they do
 where pip has installed them: two processes of each arm, whose times are dropped, write it. The others run alone, the
 arms in turn.
@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 ARMS = {"A": "A", "E": "E all FP8"}
 #: Processes of each arm, one after another, and what their time counts as. The first two, which import what a cold and
 #: a warm compile import, run beside the other arm's.
-RUNS = ("bytecode", "bytecode", "cold", "warm", "warm", "warm")
+RUNS = ("bytecode", "bytecode", "cold", *["warm"] * 7)
 
 
 def child(arm: str, batch: int, width: int, layers: int) -> float:
@@ -74,6 +74,7 @@ def measure(
                 }
                 for arm, time_of_arm in _finish(running, state, seconds).items():
                     found[arm].setdefault(state, []).append(time_of_arm)
+                    print(f"{arm} {state}: {time_of_arm:.3f} s", file=sys.stderr, flush=True)
     return {
         arm: {state: statistics.median(times) for state, times in states.items() if state != "bytecode"}
         for arm, states in found.items()

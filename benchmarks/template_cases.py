@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,12 +81,20 @@ _FORMS = (
 )  # fmt: skip
 
 
-def _all(sizes: Iterable[tuple[int, int, int]]) -> tuple[Case, ...]:
-    return tuple(replace(form, m=m, n=n, k=k) for m, n, k in sizes for form in _FORMS)
+#: So short a K that a tile is mostly loads and stores.
+_PAIRED = (
+    (1024, 7680, 256), (2048, 2560, 256), (4096, 2048, 256), (8192, 1024, 256), (8192, 2048, 128), (4096, 1024, 256),
+    (16384, 256, 256), (8192, 512, 256),
+)  # fmt: skip
+
+
+def _all(sizes: Iterable[tuple[int, int, int]], dtypes: Sequence[torch.dtype] = (E4M3, BF16)) -> tuple[Case, ...]:
+    return tuple(replace(form, m=m, n=n, k=k) for m, n, k in sizes for form in _FORMS if form.dtype in dtypes)
 
 
 #: Lists of cases by name.
 CASES = {"shipped": _SHIPPED, "uneven": _all(_UNEVEN), "short": _all(_SHORT), "tiny": _all(_TINY)}
+CASES["paired"] = _all(_PAIRED, (E4M3,))
 
 
 def by_comparisons(y: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,10 @@ TINY = (
     (64, 256, 128, 8, 4, False), (64, 256, 128, 4, 4, False), (64, 256, 128, 4, 2, False),
     (16, 256, 128, 4, 4, False), (16, 256, 256, 4, 2, False), (16, 256, 128, 2, 4, False),
 )  # fmt: skip
+#: Two programs a multiprocessor: one loads while the other one finishes.
+PAIRED = (*ROUNDS, (64, 256, 128, 4, 2, False))
 #: What each list of cases is measured with.
-ROWS = {"shipped": SHAPES, "tiny": TINY}
+ROWS = {"shipped": SHAPES, "tiny": TINY, "paired": PAIRED}
 
 
 def config_of(shape: Row, itemsize: int) -> GemmConfig:

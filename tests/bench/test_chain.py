@@ -81,7 +81,7 @@ def test_compile_times_are_of_processes_with_the_same_caches(monkeypatch: pytest
     def start(arm: str, batch: int, width: int, layers: int, caches: Path, bytecode: Path) -> subprocess.Popen[str]:
         started.append((arm, caches, bytecode))
         broken = arm == "E" and len(started) == 8
-        code = "raise SystemExit('broken')" if broken else f"print('noise'); print({10 - len(started)}.5)"
+        code = "raise SystemExit('broken')" if broken else f"print('noise'); print({11 - len(started)}.5)"
         return subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
 
     monkeypatch.setattr(compile_times, "_start", start)
@@ -95,7 +95,7 @@ def test_compile_times_are_of_processes_with_the_same_caches(monkeypatch: pytest
     assert len(set(folders)) == 4
     started.clear()
     monkeypatch.setattr(compile_times, "ARMS", {"A": "A"})
-    assert compile_times.measure() == {"A": {"cold": 7.5, "warm": 5.5}}  # of 6.5, 5.5 and 4.5
+    assert compile_times.measure() == {"A": {"cold": 8.5, "warm": 4.5}}  # of 7.5 to 1.5
 
 
 def test_caches_are_filled_by_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

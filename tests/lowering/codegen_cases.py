@@ -110,6 +110,11 @@ def in_blocks(a: Any, b: Any, sa: Any, sb: Any, squares: bool = True) -> Any:
     return inference(a, b, scale_a, scale_b)
 
 
+def rowwise(fn: Any) -> Any:
+    """``fn`` with a scale for each row of A and each column of B."""
+    return lambda a, b, sa, sb: fn(a, b, sa * torch.ones(a.shape[0], 1), sb * torch.ones(1, b.shape[1]))
+
+
 def rows_of_blocks(a: Any, b: Any, sa: Any, sb: Any) -> Any:
     return in_blocks(a, b, sa, sb, False)
 
@@ -147,9 +152,13 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "residual": (residual, 256, 512, 256, None),
     "residual before the norm": (residual_before, 384, 512, 384, None),
     "few tiles": (training, 4096, 512, 512, None),
+    "few tiles, rowwise": (rowwise(training), 4096, 512, 512, None),
     "few tiles, fp32 residual": (fp32_residual, 4096, 512, 1024, None),
     "few tiles, fp32 residual, SwishNorm": (fp32_residual_gated, 4096, 512, 1024, None),
     "very few tiles, fp32 residual": (fp32_residual, 1024, 256, 256, None),
+    "paired": (training, 4096, 1024, 256, None),
+    "paired, rowwise": (rowwise(training), 4096, 1024, 256, None),
+    "paired, SwishNorm": (rowwise(activated("swish_norm", True, True, False)), 4096, 1024, 256, None),
     "dynamic batch": (training, 256, 512, 256, True),
     "moving rows": (training, 4096, 1024, 1024, None),
     "autocast": (autocast, 4096, 1024, 1024, None),
@@ -196,7 +205,7 @@ COMPILED = {
     *(
         name
         for name in CASES
-        if name.startswith(("few", "very few", "fp32", "block", "1x128", "SwishNorm", "HardSwish"))
+        if name.startswith(("few", "very few", "paired", "fp32", "block", "1x128", "SwishNorm", "HardSwish"))
     ),
 }
 

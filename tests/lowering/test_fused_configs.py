@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loka_compile.kernels.config import GemmConfig
 from loka_compile.lowering.fused.configs import config_for, find, gemm_kernel
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "template_sweep_h200.json"
@@ -72,7 +73,7 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
         (1024, 512, 256, 16, False),  # 16 tiles of 128 x 256, in eight parts
         (1024, 768, 256, 64, False),
         (4096, 512, 512, 64, False),  # 64 tiles of 128 x 256: half of the device
-        (4096, 1024, 256, 128, False),
+        (4096, 1024, 512, 128, False),
         (4096, 1024, 1024, 128, False),  # 128 tiles: a round of 132
         (4096, 1280, 1024, 64, True),  # 160: two rounds, or three of half the time
         (4096, 1536, 1536, 64, True),  # 192
@@ -80,7 +81,7 @@ def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
         (8192, 1280, 1280, 64, True),  # 320: three rounds, or five
         (4096, 3328, 1024, 128, True),  # 416: four, or seven, which is no gain
         (8192, 2048, 512, 128, True),
-        (1024, 7680, 256, 128, True),
+        (1024, 7680, 512, 128, True),
     ],
 )
 def test_tiles_have_the_rows_that_fill_the_device(
@@ -90,6 +91,18 @@ def test_tiles_have_the_rows_that_fill_the_device(
     config = config_for(kernel, m, n, k, itemsize)
     assert (config.block_m, config.persistent, config.tma) == (rows, persistent, persistent)
     assert config.block_k * itemsize == 128
+
+
+@pytest.mark.parametrize("kernel", ["gemm_block_norm", "gemm_swish_norm"])
+def test_two_programs_share_a_multiprocessor_where_k_is_short(kernel: str) -> None:
+    """In FP8, of 128 tiles of 128 x 256 to 512, and where four warps do not spill."""
+    paired = GemmConfig(64, 256, 128, 4, 2)
+    sizes = ((4096, 1024, 256), (1024, 7680, 256), (8192, 2048, 128))
+    assert [config_for(kernel, *size, 1) for size in sizes] == [paired] * 3
+    others = ((4096, 1024, 384), (3968, 1024, 256), (8192, 2304, 256), (4096, 1024, 250))
+    assert all(config_for(kernel, *size, 1) != paired for size in others)
+    assert config_for(kernel, 1024, 7680, 256, 2) == GemmConfig(128, 256, 64, 8, 3, tma=True, persistent=True)
+    assert config_for(kernel, 1024, 7680, 256, 1, crowded=True).warps == 8
 
 
 def test_rules_choose_what_was_measured_to_be_fastest() -> None:
