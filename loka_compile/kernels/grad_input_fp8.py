@@ -3,7 +3,7 @@ cast in both layouts, in one kernel.
 
 The gradient never leaves the registers: every program has one tile, finds its largest value, meets the others
 (kernels/grid_barrier.py) and casts. So all tiles must be resident at once, which narrow layers are; what is wider is
-faster in two kernels (docs/fused_kernels.md).
+faster in two kernels (docs/fused_configurations.md).
 """
 
 from __future__ import annotations

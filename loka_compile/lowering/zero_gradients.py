@@ -2,7 +2,7 @@
 
 A parameter without a gradient would break DDP and the optimizer's weight decay, so each gets zeros. As separate tensors
 Inductor launches a kernel for each, about a microsecond apiece: twelve of them were 5 % of a training step of width
-1024 (docs/fused_kernels.md).
+1024 (docs/fused_speed.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the fused kernels are on: shapes that were measured to be faster (docs/fused_kernels.md), and no others."""
+"""Where the fused kernels are on: shapes that were measured to be faster (docs/fused_configurations.md), and no others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_on_where_measured(
 
 
 def test_parts_and_launches_shared_only_where_they_were_faster() -> None:
-    """docs/fused_kernels.md: few tiles and a long K are the library's, but for one class; exact sums of wide
+    """docs/fused_configurations.md: few tiles and a long K are the library's, but for one class; exact sums of wide
     grad_weights are faster one by one."""
     assert config_for("gemm_block_norm", 2048, 256, 18480, 1).splits == 8
     assert find("gemm_block_norm", 4096, 256, 18480, 1) is None

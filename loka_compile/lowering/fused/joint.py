@@ -2,7 +2,7 @@
 BlockNorm with the FP8 operands of both GEMMs that read it, and the quantisation of all weights together.
 
 On the joint graph because what is saved for the backward is decided after it: with these operators in place the
-forward saves y and rstd, and no transposed activation. Measured on an H200 (docs/fused_kernels.md), HardSwish' and
+forward saves y and rstd, and no transposed activation. Measured on an H200 (docs/fused_dropped.md), HardSwish' and
 BlockNorm' are faster behind a bare GEMM, in one pass that also writes every operand the next GEMMs want, than in the
 GEMM's epilogue.
 """
