@@ -1,4 +1,4 @@
-"""Where the fused kernels are on: shapes that were measured to be faster (docs/fused_configurations.md), and no others."""
+"""Where the fused kernels are on: shapes measured to be faster (docs/fused_configurations.md), and no others."""
 
 from __future__ import annotations
 
