@@ -181,8 +181,9 @@ class Run:
         except RuntimeError as error:
             self.log(f"compile: {error}")
             return
-        self.results["compile_s"] = found
-        self.log("compile: " + " | ".join(f"{a} {s} {t:.1f} s" for a, by in found.items() for s, t in by.items()))
+        self.results |= {"compile_s": compile_times.medians(found), "compile_s_each": found}
+        medians = self.results["compile_s"]
+        self.log("compile: " + " | ".join(f"{a} {s} {t:.3f} s" for a, by in medians.items() for s, t in by.items()))
         self.save()
 
 

@@ -55,10 +55,15 @@ def child(arm: str, batch: int, width: int, layers: int) -> float:
     return time.perf_counter() - start
 
 
+def medians(found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Of what :func:`measure` found, the median of each arm and state."""
+    return {arm: {state: statistics.median(times) for state, times in by.items()} for arm, by in found.items()}
+
+
 def measure(
     batch: int = 4096, width: int = 1024, layers: int = 4, seconds: float = 150.0
-) -> dict[str, dict[str, float]]:
-    """Seconds by arm and by "cold" or "warm"; the median where there are several.
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each process by arm and by "cold" or "warm".
 
     Raises:
         RuntimeError: a process failed or took longer than ``seconds``; its last words are in the message.
@@ -74,10 +79,8 @@ def measure(
                 }
                 for arm, time_of_arm in _finish(running, state, seconds).items():
                     found[arm].setdefault(state, []).append(time_of_arm)
-                    print(f"{arm} {state}: {time_of_arm:.3f} s", file=sys.stderr, flush=True)
     return {
-        arm: {state: statistics.median(times) for state, times in states.items() if state != "bytecode"}
-        for arm, states in found.items()
+        arm: {state: times for state, times in states.items() if state != "bytecode"} for arm, states in found.items()
     }
 
 

@@ -2,13 +2,14 @@
 
     python benchmarks/template_sweep.py --out results/ --seconds 150
     python benchmarks/template_sweep.py --cases uneven short --out results/ --seconds 150
+    python benchmarks/template_sweep.py --cases paired --out results/ --seconds 95
 
-For each case of template_cases.py (activation, operand dtype, M, N, K, whether y and rstd are written too, fast
-accumulation) the shipped configuration of data/fused_h200.json against others, and against cuBLASLt's GEMM with what
-Inductor makes of the rest ("apart"), in medians of CUDA-graph replays, interleaved, inputs rotated past the L2. "by
-comparisons" is the shipped one with HardSwish as it was before its gate was one instruction. With HardSwish the result
-is FP8, with SwishNorm bf16 or FP8 in 1x128 blocks. Each case compiles in a process of its own, many at once, and
-measures alone.
+For each case of the lists in template_cases.py (activation, operand dtype, M, N, K, whether y and rstd are written too,
+fast accumulation) the shipped configuration of data/fused_h200.json against others, which are the list's (``ROWS``),
+and against cuBLASLt's GEMM with what Inductor makes of the rest ("apart"), in medians of CUDA-graph replays,
+interleaved, inputs rotated past the L2. "by comparisons" is the shipped one with HardSwish as it was before its gate
+was one instruction. With HardSwish the result is FP8, with SwishNorm bf16 or FP8 in 1x128 blocks. Each case compiles in
+a process of its own, many at once, and measures alone.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,13 @@ import torch._inductor.config as inductor_config
 from tests.cpu_fp8 import speed_up
 
 
+#: A run of other numbers: ``LOKA_TEST_SEED=1 make test``. No test may depend on which they are.
+SEED = int(os.environ.get("LOKA_TEST_SEED", "0"))
+
+
 def pytest_configure() -> None:
-    """FP8 on a CPU is fast enough to be tested with."""
+    """FP8 on a CPU is fast enough to be tested with, and what modules of tests draw is the same in every run."""
+    torch.manual_seed(SEED)
     with warnings.catch_warnings(action="ignore"):
         speed_up()
 
@@ -52,12 +58,14 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 @pytest.fixture(autouse=True)
 def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Own table cache, no compiled graphs from another test or run, no graphs left in Dynamo.
+    """Own table cache, no compiled graphs from another test or run, no graphs left in Dynamo; the same random numbers in
+    every run and order.
 
     A graph that comes from a compile cache is not lowered again, and its report then holds no GEMMs. What only saves
     time (compiled C++, its headers) stays shared: ``force_disable_caches`` would make each compile seconds longer.
     """
     monkeypatch.setenv("LOKA_CACHE_DIR", str(tmp_path / "loka_cache"))
+    torch.manual_seed(SEED)
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()

@@ -110,6 +110,19 @@ def in_blocks(a: Any, b: Any, sa: Any, sb: Any, squares: bool = True) -> Any:
     return inference(a, b, scale_a, scale_b)
 
 
+def silu(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, True)
+    return (torch.nn.functional.silu(y.float()) * 16).to(E4M3), y, rstd
+
+
+def residual_behind(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+    """Added to the activation; the sum is written in bf16 and in FP8."""
+    r = torch.ones(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+    y, rstd = torch.ops.loka.gemm_block_norm(a, b, sa, sb, 256, 1e-5, torch.bfloat16, True, True)
+    total = (hardswish(y) + r).to(torch.bfloat16)
+    return total, (total.float() * 16).clamp(-448, 448).to(E4M3), y, rstd
+
+
 def rowwise(fn: Any) -> Any:
     """``fn`` with a scale for each row of A and each column of B."""
     return lambda a, b, sa, sb: fn(a, b, sa * torch.ones(a.shape[0], 1), sb * torch.ones(1, b.shape[1]))
@@ -158,7 +171,9 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "very few tiles, fp32 residual": (fp32_residual, 1024, 256, 256, None),
     "paired": (training, 4096, 1024, 256, None),
     "paired, rowwise": (rowwise(training), 4096, 1024, 256, None),
-    "paired, SwishNorm": (rowwise(activated("swish_norm", True, True, False)), 4096, 1024, 256, None),
+    "paired, SwishNorm": (activated("swish_norm", True, True, False), 4096, 1024, 256, None),
+    "paired, SiLU": (silu, 4096, 1024, 256, None),
+    "paired, residual behind, both": (rowwise(residual_behind), 4096, 1024, 256, None),
     "dynamic batch": (training, 256, 512, 256, True),
     "moving rows": (training, 4096, 1024, 1024, None),
     "autocast": (autocast, 4096, 1024, 1024, None),

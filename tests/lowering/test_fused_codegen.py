@@ -125,10 +125,20 @@ def test_tiles_of_few_fit_the_registers(generated: dict[str, Any]) -> None:
     assert max(found.values()) <= (16 if TRITON >= (3, 8) else 0), found
 
 
-@pytest.mark.parametrize("case", ["paired", "paired, rowwise", "paired, SwishNorm"])
-def test_a_multiprocessor_takes_two_programs(generated: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "spilt"),
+    [
+        ("paired", 0),
+        ("paired, rowwise", 0),
+        ("paired, SwishNorm", 0),
+        ("paired, SiLU", 8),
+        ("paired, residual behind, both", 64),
+    ],
+)
+def test_a_multiprocessor_takes_two_programs(generated: dict[str, Any], case: str, spilt: int) -> None:
+    """Epilogues with more in them spill a little: a rule knows what is in front of the norm, not what is behind."""
     found = generated[case]
-    assert found["stack"] <= (16 if TRITON >= (3, 8) else 0)
+    assert found["stack"] <= max(spilt, 16 if TRITON >= (3, 8) else 0)
     assert 2 * (found["shared"] + 1024) <= 233_472  # and 1 kB of each program is the system's
     assert found["threads"] == 128  # of 255 registers each at most: half of what there is
 

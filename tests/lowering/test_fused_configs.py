@@ -95,14 +95,22 @@ def test_tiles_have_the_rows_that_fill_the_device(
 
 @pytest.mark.parametrize("kernel", ["gemm_block_norm", "gemm_swish_norm"])
 def test_two_programs_share_a_multiprocessor_where_k_is_short(kernel: str) -> None:
-    """In FP8, of 128 tiles of 128 x 256 to 512, and where four warps do not spill."""
+    """In FP8, of 128 tiles of 128 x 256 to 256: what was measured, rows with a scale each behind a BlockNorm alone."""
     paired = GemmConfig(64, 256, 128, 4, 2)
-    sizes = ((4096, 1024, 256), (1024, 7680, 256), (8192, 2048, 128))
-    assert [config_for(kernel, *size, 1) for size in sizes] == [paired] * 3
-    others = ((4096, 1024, 384), (3968, 1024, 256), (8192, 2304, 256), (4096, 1024, 250))
+    sizes = ((128 * 128, 256, 256), (1024, 7680, 256), (256 * 128, 256, 256), (4096, 1024, 144))
+    assert [config_for(kernel, *size, 1) for size in sizes] == [paired] * 4
+    others = ((4096, 1024, 272), (127 * 128, 256, 256), (257 * 128, 256, 256), (4096, 1024, 128), (4096, 1024, 250))
     assert all(config_for(kernel, *size, 1) != paired for size in others)
     assert config_for(kernel, 1024, 7680, 256, 2) == GemmConfig(128, 256, 64, 8, 3, tma=True, persistent=True)
     assert config_for(kernel, 1024, 7680, 256, 1, crowded=True).warps == 8
+    assert config_for(kernel, 1024, 7680, 256, 1, fast=False) != paired
+    assert (config_for(kernel, 1024, 7680, 256, 1, rowwise=True) == paired) == (kernel == "gemm_block_norm")
+
+
+def test_rows_that_are_not_known_to_begin_on_16_bytes_count_as_such_that_do_not() -> None:
+    """Loads are masked then, which takes registers that four warps do not have."""
+    assert config_for("gemm_block_norm", *SMALL, 1).warps == 4
+    assert config_for("gemm_block_norm", *SMALL, 1, aligned=False).warps == 8
 
 
 def test_rules_choose_what_was_measured_to_be_fastest() -> None:

@@ -118,8 +118,9 @@ def test_a_result_that_is_rounded_later_computes_the_same(monkeypatch: pytest.Mo
     x, w = (torch.randn(shape).to(dtype) for shape, dtype in shapes)
     for found, expected in zip(after(x, w), before(x, w), strict=True):
         assert found.dtype == expected.dtype == BF16
-        # The twin on a CPU rounds once more, in front of HardSwish.
-        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+        # Before, the product is rounded, and by the twin on a CPU y in front of HardSwish: 2**-8 of y each, up to 2**-7
+        # at 3, times HardSwish's slope of at most 1.5. Near -3 the result itself is next to nothing.
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
 
 
 def summed(x: Tensor, w: Tensor, sx: Tensor, sw: Tensor, residual: Tensor) -> Tensor:

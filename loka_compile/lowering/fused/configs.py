@@ -37,7 +37,7 @@ def gemm_kernel(in_blocks: bool = False, gated: bool = False, quantised: bool = 
 
 def find(
     kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False,
-    crowded: bool = False,
+    crowded: bool = False, aligned: bool = True,
 ) -> dict[str, Any] | None:  # fmt: skip
     """The first rule of ``kernel`` that holds for ``[m, k] @ [k, n]`` with operands of ``itemsize`` bytes, or None.
 
@@ -48,7 +48,7 @@ def find(
     tiles = -(-m // 128) * columns
     sizes = {"m": m, "n": n, "k": k, "tiles": tiles, "itemsize": itemsize, "fast": int(fast or itemsize > 1)}
     sizes |= {"elements": m * n, "rowwise": int(rowwise), "halved": _halved(tiles, -(-m // 64) * columns)}
-    sizes |= {"crowded": int(crowded), "aligned": int(k * itemsize % 16 == 0)}
+    sizes |= {"crowded": int(crowded), "aligned": int(aligned and k * itemsize % 16 == 0)}
     for rule in _rules()[kernel]:
         when = rule.get("when", {})
         if all(low <= sizes[name] <= high for name, (low, high) in when.items()):
@@ -64,10 +64,13 @@ def _halved(tiles: int, halves: int) -> int:
 
 def config_for(
     kernel: str, m: int, n: int, k: int, itemsize: int, fast: bool = True, rowwise: bool = False,
-    crowded: bool = False,
+    crowded: bool = False, aligned: bool = True,
 ) -> GemmConfig:  # fmt: skip
-    """The configuration for a shape; the general one where the kernel would not be chosen for it."""
-    rule = find(kernel, m, n, k, itemsize, fast, rowwise, crowded)
+    """The configuration for a shape; the general one where the kernel would not be chosen for it.
+
+    Not ``aligned``: ``k`` is what it was once, and may be another number.
+    """
+    rule = find(kernel, m, n, k, itemsize, fast, rowwise, crowded, aligned)
     return GemmConfig(**rule["config"]) if rule is not None and "config" in rule else GemmConfig()
 
 

@@ -4,7 +4,7 @@ On a graph as Inductor is about to lower it: weights that became constants are q
 were quantised together on the joint graph (:mod:`loka_compile.lowering.fused.joint`), if they have one scale. What is
 left comes from outside, so that no kernel of ours could write it in FP8: activations, and what a plan quantises by
 rows, weights and the gradients of a graph's results too. Rows are read once, where Inductor reads long ones twice, and
-the kernels begin while the ones in front end (docs/fused_speed.md has the times).
+the kernels begin while the ones in front end (docs/fused_configurations.md has the times).
 """
 
 from __future__ import annotations

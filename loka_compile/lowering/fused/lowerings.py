@@ -98,6 +98,7 @@ class _Rendering:
             gemm_kernel(scaling.in_blocks, self.activation == "swish_norm", "QS" in written),
             inductor.size_of(self.m, fallback=4096), columns, inductor.size_of(self.k, fallback=2048), itemsize,
             self.fast, scaling.kind == 2, bool(self.added) or widest > 2,
+            inductor.multiple_of(self.k, 16 // itemsize),
         )  # fmt: skip
         if scaling.in_blocks:
             config = replace(config, block_k=BLOCK)
