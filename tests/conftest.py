@@ -16,7 +16,6 @@ import torch._inductor.config as inductor_config
 
 from tests.cpu_fp8 import speed_up
 
-
 #: A run of other numbers: ``LOKA_TEST_SEED=1 make test``. No test may depend on which they are.
 SEED = int(os.environ.get("LOKA_TEST_SEED", "0"))
 
@@ -58,8 +57,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 @pytest.fixture(autouse=True)
 def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Own table cache, no compiled graphs from another test or run, no graphs left in Dynamo; the same random numbers in
-    every run and order.
+    """Own table cache, no compiled graphs from another test or run, no graphs left in Dynamo, the same random numbers.
 
     A graph that comes from a compile cache is not lowered again, and its report then holds no GEMMs. What only saves
     time (compiled C++, its headers) stays shared: ``force_disable_caches`` would make each compile seconds longer.
