@@ -9,6 +9,7 @@ from helpers_backend import Watch, close, plan_for
 from models_backend import Plain, Tower, exact, mods_of
 
 import loka_compile
+from loka_compile import backend
 from loka_compile._compat import versions
 from loka_compile.errors import (
     ConfigError,
@@ -19,6 +20,9 @@ from loka_compile.errors import (
     UnknownNameError,
     UnsupportedTorchError,
 )
+from loka_compile.passes.base import Pass, Tier
+from loka_compile.passes.manager import OUR_ORIGIN
+from loka_compile.plan import Plan
 from loka_compile.table import Header, Measurement, Table
 
 X = torch.randn(8, 48)
@@ -253,6 +257,20 @@ def test_a_pass_that_goes_wrong_is_named(fn, parts, register):
     error = error_of(Plain(), table="off")
     assert type(error) is PassError, repr(error)
     for part in ("users_pass", *parts):
+        assert part in str(error), str(error)
+
+
+@pytest.mark.parametrize("options", [{"table": "off"}, {"table": "auto"}, {"plan": Plan([]), "freeze_weights": True}])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("fn", "parts"), WRONG_PASSES[5:], ids=[fn.__name__ for fn, _ in WRONG_PASSES[5:]])
+def test_a_pass_of_ours_that_goes_wrong_is_found_too(fn, parts, training, options, monkeypatch):
+    """Ours are checked together, when the graph is compiled; wherever that is."""
+    ours = Pass("ours", Tier.EXACT, fn, OUR_ORIGIN)
+    monkeypatch.setattr(backend, "snapshot", lambda config: [ours])
+    with torch.set_grad_enabled(training):
+        error = error_of(Plain(), **options)
+    assert type(error) is PassError, repr(error)
+    for part in ("ours", *parts):
         assert part in str(error), str(error)
 
 
