@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from loka_compile.errors import ConfigError
 from loka_compile.gemm import Role
 from loka_compile.lowering.hooks import Lowering
 from loka_compile.mods_warning import warn_about_mods
-from loka_compile.passes.manager import check_outputs, describe, output_values, run_passes
+from loka_compile.passes.manager import check_outputs, output_values, run_passes
 from loka_compile.passes.registry import snapshot, source_of
 from loka_compile.planning import has_loka_ops, resolve
 from loka_compile.report import Report, discard_report, new_report
@@ -75,8 +74,8 @@ def _compile_graph(
     report.parameters = [weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)]
     passes = snapshot(config)
     expected = output_values(gm)
-    changed = run_passes(gm, passes, config, report)
-    check = functools.partial(check_outputs, gm, expected, passes) if changed else None
+    if run_passes(gm, passes, config, report):
+        check_outputs(gm, expected, passes)
     warn_about_mods(report)
     planning = resolve(gm, config, device, _roles(gm))
     report.plan, report.table = planning.plan, planning.table
@@ -92,16 +91,13 @@ def _compile_graph(
             "option 'freezing' does nothing here: Dynamo, which would have to make constants of the weights, reads "
             "torch._inductor.config.freezing. Set that, in torch.no_grad(), and weights are quantised once"
         )
-    salt = _salt(passes) + describe(expected)
-    lowering = Lowering(config, report, planning.plan, emulate=planning.emulate, salt=salt, check=check)
+    lowering = Lowering(config, report, planning.plan, emulate=planning.emulate, salt=_salt(passes))
     if planning.sample:
         from loka_compile.auto import PlanAfterSampling  # not for every compile: it brings the whole probe
 
-        lowering.checked()
         return PlanAfterSampling(gm, example_inputs, planning, lowering, patches)
     if planning.plan is None and not has_loka_ops(gm) and not config.inspect:
         # Nothing of ours is in the graph: this is Inductor, with Inductor's own cache entries.
-        lowering.checked()
         return compile_rewritten(gm, example_inputs, None, patches)
     return compile_rewritten(gm, example_inputs, lowering, patches)
 

@@ -32,7 +32,6 @@ def compile_rewritten(
     from torch._inductor.compile_fx import compile_fx
 
     if lowering is not None and _freezes(lowering, patches) and any(map(is_weight, example_inputs)):
-        lowering.checked()
         return _freeze(gm, example_inputs, lowering, patches)
     if lowering is None:
         plain: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=dict(patches) or None)  # type: ignore[assignment]
@@ -41,13 +40,9 @@ def compile_rewritten(
     cpp_loop_split.install()
     read_back.install()
     merged = {**patches, **config_patches(lowering, patches)}
-    try:
-        compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            gm, example_inputs, config_patches=merged, decompositions=_Decompositions(decompositions())
-        )
-    except Exception:
-        lowering.checked()  # says which pass it was, if it was one
-        raise
+    compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+        gm, example_inputs, config_patches=merged, decompositions=_Decompositions(decompositions())
+    )
     lowering.report.from_cache = "joint" not in lowering.ran
     emit(lowering.report)
     return compiled

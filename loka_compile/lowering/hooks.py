@@ -53,9 +53,6 @@ class Lowering:
     tap: Callable[[fx.Graph], None] | None = None
     #: Anything else that makes this compile different, for the cache key.
     salt: str = ""
-    #: Raises if the graph is not what it must be. Asked once, when something is compiled. What comes from a cache was
-    #: asked before it came there, if ``salt`` says what is asked; to ask again took 25 ms of such a compile's 0.4 s.
-    check: Callable[[], None] | None = None
     #: The user's own Inductor passes, which run before ours.
     user_joint: Sequence[Any] = ()
     user_post_grad: Sequence[Any] = ()
@@ -70,12 +67,6 @@ class Lowering:
             self.plan.digest() if self.plan is not None else "", str(self.emulate), _versions(), _device(),
         ]  # fmt: skip
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-    def checked(self) -> None:
-        """Ask :attr:`check` if nobody has yet."""
-        check, self.check = self.check, None
-        if check is not None:
-            check()
 
 
 #: Tensors that an elementwise value with several readers may be made of before Inductor writes it to memory (its own
@@ -97,7 +88,6 @@ class JointPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite ``graph`` in place."""
         low = self.lowering
-        low.checked()
         _run_user(low.user_joint, graph)
         low.ran.append("joint")
         low.report.is_training = any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)

@@ -127,11 +127,3 @@ def output_values(gm: fx.GraphModule) -> list[torch.Tensor | None]:
     output = next(n for n in gm.graph.nodes if n.op == "output").args[0]
     nodes = output if isinstance(output, (tuple, list)) else (output,)
     return [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in nodes]
-
-
-def describe(values: Sequence[torch.Tensor | None]) -> str:
-    """What :func:`check_outputs` compares, for the key of a cache; the same for every size of the batch."""
-    shapes = [None if v is None else [n if isinstance(n, int) else "?" for n in v.shape] for v in values]
-    return "; ".join(
-        "-" if v is None else f"{v.dtype} {v.device} {shape}" for v, shape in zip(values, shapes, strict=True)
-    )

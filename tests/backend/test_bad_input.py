@@ -264,7 +264,7 @@ def test_a_pass_that_goes_wrong_is_named(fn, parts, register):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("fn", "parts"), WRONG_PASSES[5:], ids=[fn.__name__ for fn, _ in WRONG_PASSES[5:]])
 def test_a_pass_of_ours_that_goes_wrong_is_found_too(fn, parts, training, options, monkeypatch):
-    """Ours are checked together, when the graph is compiled; wherever that is."""
+    """Ours are checked together, before anything is compiled."""
     ours = Pass("ours", Tier.EXACT, fn, OUR_ORIGIN)
     monkeypatch.setattr(backend, "snapshot", lambda config: [ours])
     with torch.set_grad_enabled(training):
