@@ -93,8 +93,13 @@ def _all(sizes: Iterable[tuple[int, int, int]], dtypes: Sequence[torch.dtype] = 
 
 
 #: Lists of cases by name.
-CASES = {"shipped": _SHIPPED, "uneven": _all(_UNEVEN), "short": _all(_SHORT), "tiny": _all(_TINY)}
-CASES["paired"] = _all(_PAIRED, (E4M3,))
+CASES = {
+    "shipped": _SHIPPED,
+    "uneven": _all(_UNEVEN),
+    "short": _all(_SHORT),
+    "tiny": _all(_TINY),
+    "paired": _all(_PAIRED, (E4M3,)),
+}
 
 
 def by_comparisons(y: torch.Tensor) -> torch.Tensor:

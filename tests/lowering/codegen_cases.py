@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Any, int, int, int, bool | None]] = {
     "paired, SwishNorm": (activated("swish_norm", True, True, False), 4096, 1024, 256, None),
     "paired, SiLU": (silu, 4096, 1024, 256, None),
     "paired, residual behind, both": (rowwise(residual_behind), 4096, 1024, 256, None),
+    "very few tiles": (training, 256, 512, 256, None),
     "dynamic batch": (training, 256, 512, 256, True),
     "moving rows": (training, 4096, 1024, 1024, None),
     "autocast": (autocast, 4096, 1024, 1024, None),
@@ -288,6 +289,7 @@ def main() -> None:
             "constants": len(set(re.findall(r"^constant\d+ = ", codes[-1], re.M))),
             "counters": codes[-1].count("COUNTERS"),
             "launches": codes[-1].count(".run("),
+            "rows": [int(size) for size in re.findall(r"BLOCK_M : tl.constexpr = (\d+)", codes[-1])],
             **(resources(codes[-1]) if name in COMPILED else {}),
         }
     print("RESULT" + json.dumps(found))

@@ -126,6 +126,7 @@ def test_rules_choose_what_was_measured_to_be_fastest() -> None:
         row[2] *= itemsize
         chosen = us["apart" if rule is None else str(tuple(row))]
         slower[name] = chosen / min(time for arm, time in us.items() if arm != "shipped before")
+    assert len(slower) > 270
     assert max(slower.values()) < 1.08
     assert sum(slower.values()) / len(slower) < 1.01
     before = [us["shipped before"] / min(us.values()) for us in cases.values() if "shipped before" in us]
